@@ -1,0 +1,176 @@
+"""What shapes the bytes: the namespace of an engine, and the parts of a request that the engine's hashes leave out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ucmcache.keys import Namespace
+
+FORMAT_VERSION = "1"
+
+# vLLM's constant when PYTHONHASHSEED is unset: v1/core/kv_cache_utils.py DEFAULT_NONE_HASH_SEED.
+_DEFAULT_HASH_SEED = "vllm-none-hash"
+_UNSTABLE_HASHES = ("xxhash", "xxhash_cbor")
+# A weights file up to this size is hashed whole; of a larger one, evenly spaced windows are.
+_WHOLE_FILE_BYTES = 64 << 20
+_WINDOWS, _WINDOW_BYTES = 256, 64 << 10
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
+
+
+def file_fingerprint(path: Path) -> str:
+    """Hex digest of a file's size and content: all of it up to 64 MiB, else 256 windows of 64 KiB and both ends."""
+    size = path.stat().st_size
+    digest = xxhash.xxh3_128(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _WHOLE_FILE_BYTES:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        else:
+            for window in range(_WINDOWS):
+                file.seek((size - _WINDOW_BYTES) * window // (_WINDOWS - 1))
+                digest.update(file.read(_WINDOW_BYTES))
+    return digest.hexdigest()
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Hex digest of the names and fingerprints of a folder's weight and configuration files, wherever it lies."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            digest.update(f"{path.name}={file_fingerprint(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def weights_fingerprint(model_config: Any, load_config: Any) -> str:
+    """Text that differs when the weights do: content for a local folder, repository and commit for a hub name."""
+    model = str(model_config.model)
+    load_format = str(getattr(load_config, "load_format", "auto"))
+    if load_format == "dummy":
+        return f"dummy seed {getattr(model_config, 'seed', 0)}"
+    if Path(model).is_dir():
+        return folder_fingerprint(Path(model))
+    if Path(model).is_file():
+        return file_fingerprint(Path(model))
+    commit = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
+    return f"{model}@{commit or getattr(model_config, 'revision', None) or 'main'}"
+
+
+def hash_seed(algorithm: str) -> str:
+    """The seed that vLLM derives its first hash from; unique to this process where vLLM draws it at random."""
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    # The engine draws its own 32 random bytes: no other process can have equal hashes.
+    return f"random {os.urandom(16).hex()}" if algorithm in _UNSTABLE_HASHES else _DEFAULT_HASH_SEED
+
+
+def namespace_of(tenant: str, vllm_config: Any, kv_cache_config: Any, contents: Iterable[str]) -> Namespace:
+    """The namespace of an engine: everything that shapes bytes or rights, as far as the engine exposes it.
+
+    `contents` are the canonical texts of what the ranks hold, in rank order.
+    """
+    import vllm
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    speculative = getattr(vllm_config, "speculative_config", None)
+    algorithm = str(getattr(cache, "prefix_caching_hash_algo", "unknown"))
+    return Namespace(
+        {
+            "format": FORMAT_VERSION,
+            "vllm": str(vllm.__version__),
+            "tenant": tenant,
+            "weights": weights_fingerprint(model, getattr(vllm_config, "load_config", None)),
+            "model_config": _digest(_stable(getattr(model, "hf_config", None))),
+            "dtype": str(getattr(model, "dtype", None)),
+            "quantization": str(getattr(model, "quantization", None)),
+            "kv_dtype": str(getattr(cache, "cache_dtype", None)),
+            "kv_scales": str(getattr(cache, "calculate_kv_scales", None)),
+            "conv_dtype": str(getattr(cache, "mamba_cache_dtype", None)),
+            "ssm_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", None)),
+            "state_mode": str(getattr(cache, "mamba_cache_mode", None)),
+            "conv_layout": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "default"),
+            "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+            "hash_block_tokens": str(getattr(kv_cache_config, "hash_block_size", None)),
+            "hash_algorithm": algorithm,
+            "hash_seed": hash_seed(algorithm),
+            "parallel": " ".join(
+                f"{name}={getattr(parallel, name, 1)}"
+                for name in (
+                    "tensor_parallel_size",
+                    "pipeline_parallel_size",
+                    "prefill_context_parallel_size",
+                    "decode_context_parallel_size",
+                )
+            ),
+            "speculative": "none" if speculative is None else _speculative_text(speculative),
+            "groups": _digest("\n\n".join(contents)),
+        }
+    )
+
+
+def _speculative_text(speculative: Any) -> str:
+    names = ("method", "model", "num_speculative_tokens", "revision")
+    return " ".join(f"{name}={getattr(speculative, name, None)}" for name in names)
+
+
+def _stable(config: Any) -> str:
+    """A model configuration without what does not shape bytes: where it was read from, and by which library."""
+    if config is None:
+        return "none"
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    for name in ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash"):
+        values.pop(name, None)
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> str:
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+class Adapters:
+    """Content fingerprints of LoRA adapters: the engine's hashes hold an adapter's name and path, not its bytes."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[tuple[str, int, int], ...], bytes]] = {}
+
+    def fingerprint(self, folder: str) -> bytes:
+        """16 bytes that change when the files do; the content is read again only when a size or time has changed."""
+        paths = sorted(path for path in Path(folder).iterdir() if path.is_file())
+        stats = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+        known = self._known.get(folder)
+        if known is None or known[0] != stats:
+            text = "\n".join(f"{path.name}={file_fingerprint(path)}" for path in paths)
+            known = self._known[folder] = (stats, xxhash.xxh3_128_digest(text.encode()))
+        return known[1]
+
+
+def request_hashes(request: Any, adapters: Adapters) -> tuple[Callable[[], Sequence[bytes]], bool]:
+    """How to get a request's prefix hashes, and whether the request must bypass the cache.
+
+    Prompt embeddings are bypassed: the engine's hashes do not tell which positions are tokens. With an adapter, every
+    hash is mixed with the adapter's content.
+    """
+    if getattr(request, "prompt_embeds", None) is not None:
+        return (lambda: ()), True
+    lora = getattr(request, "lora_request", None)
+    if lora is None:
+        return (lambda: request.block_hashes), False
+    try:
+        fingerprint = adapters.fingerprint(lora.lora_path)
+    except OSError:
+        # Not a local folder: what it holds cannot be told, so nothing of it is kept.
+        return (lambda: ()), True
+    mixed: list[bytes] = []
+
+    def hashes() -> Sequence[bytes]:
+        fresh = request.block_hashes[len(mixed) :]
+        mixed.extend(xxhash.xxh3_128_digest(fingerprint + engine_hash) for engine_hash in fresh)
+        return mixed
+
+    return hashes, False

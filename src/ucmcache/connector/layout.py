@@ -1,0 +1,131 @@
+"""The unit map: where in the engine's memory the bytes of one block of one group are.
+
+Derived from the tensors that the engine registers, so it holds for every layout (LBHNC, LBNHC, BLHNC, ...) and for
+kernel blocks smaller than the manager's. Padding is never part of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from ucmcache.coordinator.spec import GroupFacts
+from ucmcache.errors import UnsupportedModelError
+
+
+class Region(NamedTuple):
+    """A run of bytes that every block of a group has: `storage[offset + block * stride : + nbytes]`."""
+
+    storage: int
+    offset_bytes: int
+    stride_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMap:
+    """All regions of one group's block, in slot order: region i starts where region i-1 ends."""
+
+    regions: tuple[Region, ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit, without padding."""
+        return sum(region.nbytes for region in self.regions)
+
+
+class Storages:
+    """The distinct memories behind the registered tensors, as flat byte tensors."""
+
+    def __init__(self) -> None:
+        self.flat: list[torch.Tensor] = []
+        self._by_address: dict[int, int] = {}
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Index in `flat` of the memory that backs `tensor`."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._by_address:
+            self._by_address[address] = len(self.flat)
+            self.flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        return self._by_address[address]
+
+
+def layer_specs(spec: Any, layer_names: Sequence[str]) -> dict[str, Any]:
+    """Each layer's own spec; a group of uniform type keeps one per layer, any other shares one."""
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return {name: per_layer[name] if per_layer else spec for name in layer_names}
+
+
+def group_facts(group_id: int, group: Any, content: str = "") -> GroupFacts:
+    """What the spec table needs to know of one of vLLM's `KVCacheGroupSpec`s."""
+    spec = group.kv_cache_spec
+    first = next(iter(layer_specs(spec, group.layer_names).values()), spec)
+    return GroupFacts(
+        group=group_id,
+        spec_class=type(first).__name__,
+        block_tokens=int(spec.block_size),
+        spec=first,
+        content=content,
+        cacheable=bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True)),
+        draft=bool(getattr(group, "is_eagle_group", False)),
+    )
+
+
+def unit_map(layers: Mapping[str, Any], layer_names: Sequence[str], num_blocks: int, storages: Storages) -> UnitMap:
+    """The unit map of one group from the registered tensors of its layers.
+
+    A layer's value may be a tensor or a list of state tensors. Layers that this worker does not hold (pipeline stages)
+    are skipped. Raises UnsupportedModelError for a tensor with no axis of `num_blocks` blocks.
+    """
+    regions: list[Region] = []
+    for name in layer_names:
+        value = layers.get(name)
+        for tensor in value if isinstance(value, list | tuple) else [value] if value is not None else []:
+            regions += _regions(name, tensor, num_blocks, storages)
+    return UnitMap(tuple(regions))
+
+
+def _regions(name: str, tensor: torch.Tensor, num_blocks: int, storages: Storages) -> Iterator[Region]:
+    axis = next((axis for axis in (0, 1) if axis < tensor.dim() and _is_blocks(tensor, axis, num_blocks)), None)
+    if axis is None:
+        raise UnsupportedModelError(
+            f"layer {name} registered a tensor of shape {tuple(tensor.shape)}; an axis of {num_blocks} blocks (or a "
+            "multiple) is expected first or second"
+        )
+    if tensor.shape[axis] != num_blocks:
+        # Kernel blocks subdivide a manager's block evenly, so grouping them is a pure view.
+        tensor = tensor.unflatten(axis, (num_blocks, -1))
+    item = tensor.element_size()
+    stride = tensor.stride(axis) * item
+    inner = [(n, tensor.stride(d) * item) for d, n in enumerate(tensor.shape) if d != axis and n > 1]
+    # Merge the axes that are contiguous in memory into one run; what is left is walked.
+    run = item
+    rest = sorted(inner, key=lambda size_stride: size_stride[1])
+    while rest and rest[0][1] == run:
+        run *= rest.pop(0)[0]
+    outer = [axis_ for axis_ in inner if axis_ in rest]
+    start = int(tensor.storage_offset()) * item
+    storage = storages.index_of(tensor)
+    for steps in product(*(range(size) for size, _ in outer)):
+        shift = sum(step * step_bytes for step, (_, step_bytes) in zip(steps, outer, strict=True))
+        yield Region(storage, start + shift, stride, run)
+
+
+def _is_blocks(tensor: torch.Tensor, axis: int, num_blocks: int) -> bool:
+    # A leading axis of two is K and V, unless the pool itself has two blocks.
+    size = tensor.shape[axis]
+    if axis == 0 and size == 2 and num_blocks != 2 and tensor.dim() == 5:
+        return False
+    return size >= num_blocks and size % num_blocks == 0
+
+
+def content_text(group: Any, unit: UnitMap) -> str:
+    """Canonical text of all that shapes a group's bytes: its layers, their specs and the sizes of its regions."""
+    specs = layer_specs(group.kv_cache_spec, group.layer_names)
+    lines = [f"{name}={specs[name]!r}" for name in group.layer_names]
+    return "\n".join([*lines, ",".join(str(region.nbytes) for region in unit.regions)])

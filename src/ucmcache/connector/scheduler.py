@@ -1,0 +1,361 @@
+"""SchedulerSide: lookups, promises, load and save plans, pins.
+
+Single-threaded, in the process that schedules; does no I/O and hashes nothing on that path. Every pin it takes belongs
+to one job and ends with that job's last result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucmcache.config import Config
+from ucmcache.connector.jobs import Job, Ledger
+from ucmcache.connector.messages import LoadJob, Phase, SaveJob, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
+from ucmcache.connector.metrics import Counters
+from ucmcache.coordinator.coordinator import Coordinator, Placed
+from ucmcache.coordinator.hit import Prompt
+from ucmcache.coordinator.spec import Kind
+from ucmcache.keys import SnapshotKey, UnitKey
+from ucmcache.store.arena import Presence
+
+# A backend that never answers must not keep an idle engine awake for ever.
+_DRAIN_S = 30.0
+_NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is known of one request."""
+
+    request: Any
+    hashes: Callable[[], Sequence[bytes]]
+    bypass: bool  # its content is not covered by the engine's hashes
+    local_tokens: int = 0
+    resume_tokens: int = 0  # promised and not yet loaded
+    asked_s: float | None = None  # since when its lookups answer "ask again"
+    impatient: bool = False  # the deadline passed: no more waiting for this request
+    staged: bool = False  # it waited for the backend, so its hit came from there
+    failed: bool = False  # a load failed: no more promises for this request
+    loaded_tokens: int = 0  # loaded, not yet run
+    columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
+    state_tokens: int = 0  # position of the last state taken from a running column
+
+
+class SchedulerSide:
+    """The scheduler's half of the connector.
+
+    Guaranteed by the caller: hooks in vLLM's order (vllm-contract 1.2). Promised: lookups take no pins and answer the
+    same until something changed; only verified, host-resident bytes are promised; a promise is at most num_tokens - 1.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        coordinator: Coordinator,
+        setup: Setup,
+        *,
+        world_size: int,
+        hash_block_tokens: int,
+        only_last: bool,
+        speculative: bool,
+        has_backend: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._setup: Setup | None = setup
+        self._hash_block_tokens = hash_block_tokens
+        self._only_last = only_last
+        self._speculative = speculative
+        self._has_backend = has_backend
+        self._save_phases = (Phase.COPIED, Phase.WRITTEN) if has_backend else (Phase.COPIED,)
+        self._clock = clock
+        self._pool: Any = None
+        self._requests: dict[str, _Tracked] = {}
+        self._jobs = Ledger(world_size, clock)
+        self._epoch = 0
+        self._clear = False
+        self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
+        self._loads: list[LoadJob] = []
+        self._evicted_seen = 0
+        self.counters = Counters()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator that decides for this engine."""
+        return self._coordinator
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Jobs whose last result is still to come."""
+        return len(self._jobs)
+
+    def bind_pool(self, pool: Any) -> None:
+        """The engine's block pool, whose blocks are held while they are copied."""
+        self._pool = pool
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def track(self, request: Any, hashes: Callable[[], Sequence[bytes]], bypass: bool) -> None:
+        """A new request; `hashes` gives its prefix hashes as they grow."""
+        self._requests[request.request_id] = _Tracked(request, hashes, bypass)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request is tracked."""
+        return request_id in self._requests
+
+    def forget(self, request_id: str) -> None:
+        """The request ended; its jobs in flight end on their own."""
+        self._requests.pop(request_id, None)
+        self._wanted.pop(request_id, None)
+
+    def lookup(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
+        tracked = self._requests.get(request.request_id)
+        self._wanted.pop(request.request_id, None)
+        if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        tracked.columns.clear()  # nothing is computed yet, or no longer (preemption)
+        tracked.resume_tokens = 0
+        prompt = self._prompt(tracked, local_tokens)
+        hit = self._coordinator.lookup(prompt)
+        if hit.pending and not tracked.impatient:
+            if tracked.asked_s is None:
+                tracked.asked_s = self._clock()
+            if self._clock() - tracked.asked_s < self._config.promise_deadline_s:
+                tracked.staged = True
+                self._wanted[request.request_id] = self._coordinator.needed(prompt, hit.reachable_tokens)
+                return None
+            tracked.impatient = True
+            self.counters.add("late_lookups", 1)
+        tracked.asked_s = None
+        tracked.local_tokens = local_tokens
+        tracked.resume_tokens = hit.resume_tokens
+        for cause, tokens in hit.lost.items():
+            self.counters.add("lost_tokens", tokens, cause)
+        return hit.resume_tokens - local_tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """The engine made room for `external_tokens`: pin their slots and plan their load."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or external_tokens == 0:
+            return
+        resume = tracked.local_tokens + external_tokens
+        slots: list[tuple[UnitKey, int]] = []
+        copies: list[UnitCopy] = []
+        broken = False
+        for key, column in self._coordinator.needed(self._prompt(tracked, tracked.local_tokens), resume):
+            slot = self._coordinator.store_of(key).slot(key)
+            table = block_ids[key.group]
+            block = table[column] if column < len(table) else _NULL_BLOCK
+            if slot is None or block == _NULL_BLOCK:
+                broken = True  # cannot happen between a lookup and its allocation; then it costs only time
+                continue
+            self._coordinator.store_of(key).pin(key.group, slot)
+            self._coordinator.store_of(key).touch(key.group, slot)
+            slots.append((key, slot))
+            copies.append(UnitCopy(key.group, slot, block))
+        job = self._jobs.start(
+            slots, (Phase.LOADED,), self._epoch, request_id=request.request_id, tokens=external_tokens
+        )
+        self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
+        tracked.resume_tokens = resume
+        self.counters.add("promised_tokens", external_tokens)
+
+    def from_backend(self, request_id: str) -> bool:
+        """Whether the request waited for the backend before its promise."""
+        tracked = self._requests.get(request_id)
+        return tracked is not None and tracked.staged
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepPlan:
+        """All work of the step that `output` describes."""
+        plan = StepPlan(setup=self._setup, clear=self._clear, idle=output.total_num_scheduled_tokens == 0)
+        self._setup, self._clear = None, False
+        plan.loads, self._loads = self._loads, []
+        for request_id in list(self._wanted):
+            self._plan_stages(plan, request_id, self._wanted.pop(request_id))
+        state = getattr(output, "kv_connector_block_state", None)
+        if state is not None:
+            drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None and not tracked.bypass:
+                    self._adopt(tracked)
+                    self._plan_saves(plan, tracked, scheduled, len(drafts.get(request_id, ())), state)
+            for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None and not tracked.bypass:
+                    self._plan_offers(plan, tracked, offers)
+        return plan
+
+    def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
+        for key, _ in units:
+            store = self._coordinator.store_of(key)
+            if store.presence(key.group, [key.prefix])[0] != Presence.STORED:
+                continue
+            slots = store.reserve([key])
+            if slots is None:
+                # Waiting would not help: what fills the host memory is in use.
+                self.counters.add("refused_units", 1)
+                if tracked := self._requests.get(request_id):
+                    tracked.impatient = True
+                return
+            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), self._epoch)
+            plan.stages.append(StageJob(job, key, slots[0]))
+
+    def _plan_saves(self, plan: StepPlan, tracked: _Tracked, scheduled: int, drafts: int, state: Any) -> None:
+        start = tracked.request.num_computed_tokens  # before this step
+        end = start + scheduled - drafts
+        prompt = self._prompt(tracked, 0)
+        table = None
+        for row in self._coordinator.rows:
+            if row.kind is not Kind.CHAIN:
+                continue
+            first = tracked.columns.get(row.group, 0)
+            units = self._coordinator.missing_blocks(prompt, row, first, end)
+            tracked.columns[row.group] = max(first, min(end, prompt.hashed_tokens) // row.block_tokens)
+            if units:
+                table = table if table is not None else state.get_block_ids(tracked.request.request_id)
+            for unit in units:
+                self._plan_copies(plan, [unit], table)
+        if drafts or not self._coordinator.on_grid(end) or not self._exact(tracked, end):
+            return
+        if self._coordinator.retention.wants(end, tracked.state_tokens):
+            units = self._coordinator.missing_states(prompt, end)
+            tracked.state_tokens = end
+            if units:
+                self._plan_copies(plan, units, table or state.get_block_ids(tracked.request.request_id))
+
+    def _exact(self, tracked: _Tracked, end: int) -> bool:
+        # With drafts in the engine, num_computed_tokens may count tokens whose acceptance is still open; a prefill's
+        # does not.
+        return not self._speculative or end <= tracked.request.num_prompt_tokens
+
+    def _plan_offers(self, plan: StepPlan, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> None:
+        prompt = self._prompt(tracked, 0)
+        for group, block, position in offers:
+            if not self._coordinator.on_grid(position):
+                continue
+            units = [unit for unit in self._coordinator.missing_states(prompt, position) if unit.key.group == group]
+            for key, _ in units:
+                # The offer names the block itself; its column may be another one (prefill checkpoints).
+                self._plan_copies(plan, [Placed(key, 0)], {group: [block]})
+
+    def _plan_copies(
+        self,
+        plan: StepPlan,
+        units: Sequence[Placed],
+        table: Sequence[Sequence[int]] | Mapping[int, Sequence[int]] | None,
+    ) -> None:
+        """Save units that are of use only together: all of them, or none."""
+        if table is None:
+            return
+        blocks = [table[key.group][column] if column < len(table[key.group]) else _NULL_BLOCK for key, column in units]
+        if _NULL_BLOCK in blocks:
+            return  # behind a window: saved when it filled, or never to be had
+        keys = [key for key, _ in units]
+        store = self._coordinator.store_of(keys[0])
+        slots = store.reserve(keys)
+        if slots is None:
+            self.counters.add("refused_units", len(units))
+            return
+        for key, slot, block in zip(keys, slots, blocks, strict=True):
+            store.pin(key.group, slot)
+            job = self._jobs.start([(key, slot)], self._save_phases, self._epoch, blocks=self._hold(block))
+            plan.saves.append(SaveJob(job, key, UnitCopy(key.group, slot, block)))
+
+    def _adopt(self, tracked: _Tracked) -> None:
+        self.counters.add("adopted_tokens", tracked.loaded_tokens)
+        tracked.loaded_tokens = 0
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def report(self, report: WorkerReport) -> None:
+        """Results of the workers; a phase failed if one rank's did."""
+        for job, phase, cause in self._jobs.ended(report.results):
+            if phase is Phase.LOADED:
+                self._load_ended(job, cause)
+            elif phase is Phase.STAGED:
+                self._stage_ended(job, cause)
+            else:
+                self._save_ended(job, phase, cause)
+
+    def _load_ended(self, job: Job, cause: str) -> None:
+        self._unpin(job)
+        tracked = self._requests.get(job.request_id)
+        self.counters.add("failed_tokens" if cause else "loaded_tokens", job.tokens)
+        if tracked is not None:
+            tracked.failed = tracked.failed or bool(cause)
+            tracked.loaded_tokens = 0 if cause else job.tokens
+
+    def _stage_ended(self, job: Job, cause: str) -> None:
+        for key, slot in job.units:
+            store = self._coordinator.store_of(key)
+            if cause:
+                store.abort(key, slot, "failed")
+                if job.epoch == self._epoch:
+                    store.set_stored(key, False)  # not asked for again until somebody stores it anew
+            else:
+                store.commit(key.group, slot)
+                store.touch(key.group, slot)
+
+    def _save_ended(self, job: Job, phase: Phase, cause: str) -> None:
+        copied = not job.causes.get(Phase.COPIED)
+        if phase is Phase.COPIED:
+            self._pool.free_blocks(job.blocks)
+            for key, slot in job.units if copied else ():
+                self._coordinator.store_of(key).commit(key.group, slot)
+                self.counters.add("saved_states" if isinstance(key, SnapshotKey) else "saved_blocks", 1)
+        if job.waiting:
+            return  # a rank may still be writing from the slot
+        self._unpin(job)
+        for key, slot in job.units:
+            store = self._coordinator.store_of(key)
+            if not copied:
+                store.abort(key, slot, "failed")
+            elif phase is Phase.WRITTEN and not cause and job.epoch == self._epoch:
+                store.set_stored(key, True)
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether results are still to come that the engine should stay awake for."""
+        return self._clear or bool(self._loads) or self._jobs.any_younger_than(_DRAIN_S)
+
+    def reset(self) -> None:
+        """Forget everything, in host memory and in the backend; what is in flight will not be found afterwards."""
+        self._epoch += 1
+        self._clear = self._has_backend
+        self._wanted.clear()
+        self._coordinator.blocks.clear()
+        self._coordinator.states.clear()
+
+    def take_counts(self) -> dict[str, int]:
+        """Counts since the last call."""
+        evicted = self._coordinator.blocks.evicted_units + self._coordinator.states.evicted_units
+        self.counters.add("evicted_units", evicted - self._evicted_seen)
+        self._evicted_seen = evicted
+        return self.counters.take()
+
+    def _prompt(self, tracked: _Tracked, local_tokens: int) -> Prompt:
+        return Prompt(
+            tracked.request.num_tokens,
+            tracked.hashes(),
+            self._hash_block_tokens,
+            local_tokens,
+            self._only_last,
+        )
+
+    def _unpin(self, job: Job) -> None:
+        for key, slot in job.units:
+            self._coordinator.store_of(key).unpin(key.group, slot)
+
+    def _hold(self, block_id: int) -> list[Any]:
+        blocks = [self._pool.blocks[block_id]]
+        self._pool.touch(blocks)
+        return blocks

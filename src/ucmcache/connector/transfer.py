@@ -1,0 +1,154 @@
+"""Copies between engine blocks and host slots, and the order they must keep.
+
+Two implementations of one interface. `HostTransfer` copies at once: on CPU the engine's memory is host memory, and the
+forward that wrote it has returned. `StreamTransfer` submits to a device and holds these rules:
+
+1. a save starts after the forward that wrote its blocks (the save stream waits for the compute stream);
+2. a load starts after the zeroing of its blocks and after their last reader or writer (the load stream waits too);
+3. a ticket is done only when the device has finished the copies: until then the scheduler keeps a save's blocks and
+   slots, and a load's slots, from reuse, and no reader is started on a load's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ucmcache.connector.layout import Storages, UnitMap
+from ucmcache.connector.messages import UnitCopy
+from ucmcache.store.arena import SlotMemory
+
+
+class Transfer(Protocol):
+    """Moves units. Tickets are opaque; a ticket is polled until `done`."""
+
+    def save(self, copies: Sequence[UnitCopy]) -> Any:
+        """Engine blocks -> host slots, after everything that the compute stream was given so far."""
+
+    def load(self, copies: Sequence[UnitCopy]) -> Any:
+        """Host slots -> engine blocks, after everything that the compute stream was given so far."""
+
+    def done(self, ticket: Any) -> bool:
+        """Whether the copies of a ticket are finished; never blocks."""
+
+
+class HostTransfer:
+    """Synchronous copies where the engine's memory is host memory."""
+
+    def __init__(self, storages: Storages, units: Mapping[int, UnitMap], slots: Mapping[int, SlotMemory]) -> None:
+        self._flat: list[NDArray[np.uint8]] = [storage.numpy() for storage in storages.flat]
+        self._units = units
+        self._slots = slots
+
+    def save(self, copies: Sequence[UnitCopy]) -> None:
+        for group, slot, block in copies:
+            row = self._slots[group].rows[slot]
+            at = 0
+            for storage, offset, stride, nbytes in self._units[group].regions:
+                begin = offset + block * stride
+                row[at : at + nbytes] = self._flat[storage][begin : begin + nbytes]
+                at += nbytes
+
+    def load(self, copies: Sequence[UnitCopy]) -> None:
+        for group, slot, block in copies:
+            row = self._slots[group].rows[slot]
+            at = 0
+            for storage, offset, stride, nbytes in self._units[group].regions:
+                begin = offset + block * stride
+                self._flat[storage][begin : begin + nbytes] = row[at : at + nbytes]
+                at += nbytes
+
+    def done(self, ticket: None) -> bool:
+        return True
+
+
+class Device(Protocol):
+    """What StreamTransfer needs of a device: three in-order streams, "compute", "save" and "load", and events."""
+
+    def record(self, stream: str) -> Any:
+        """An event that is reached when all work given to `stream` so far is finished."""
+
+    def wait(self, stream: str, event: Any) -> None:
+        """Work given to `stream` from now on starts only after `event`."""
+
+    def copy_out(self, stream: str, copy: UnitCopy) -> None:
+        """Block -> slot, asynchronously on `stream`."""
+
+    def copy_in(self, stream: str, copy: UnitCopy) -> None:
+        """Slot -> block, asynchronously on `stream`."""
+
+    def reached(self, event: Any) -> bool:
+        """Whether an event is reached; never blocks."""
+
+
+class StreamTransfer:
+    """Ordered, asynchronous copies on a device's own copy streams."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def save(self, copies: Sequence[UnitCopy]) -> Any:
+        self._device.wait("save", self._device.record("compute"))
+        for copy in copies:
+            self._device.copy_out("save", copy)
+        return self._device.record("save")
+
+    def load(self, copies: Sequence[UnitCopy]) -> Any:
+        self._device.wait("load", self._device.record("compute"))
+        for copy in copies:
+            self._device.copy_in("load", copy)
+        return self._device.record("load")
+
+    def done(self, ticket: Any) -> bool:
+        return self._device.reached(ticket)
+
+
+class CudaDevice:
+    """A CUDA device: the engine's current stream for compute, two streams of our own, pinned host slots."""
+
+    def __init__(
+        self, device: torch.device, storages: Storages, units: Mapping[int, UnitMap], slots: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._device = device
+        self._flat = storages.flat
+        self._units = units
+        self._slots = slots
+        self._streams = {"save": torch.cuda.Stream(device), "load": torch.cuda.Stream(device)}
+
+    def record(self, stream: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: str, event: torch.cuda.Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def copy_out(self, stream: str, copy: UnitCopy) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            for host, block in self._pairs(copy):
+                host.copy_(block, non_blocking=True)
+
+    def copy_in(self, stream: str, copy: UnitCopy) -> None:
+        with torch.cuda.stream(self._stream(stream)):
+            for host, block in self._pairs(copy):
+                block.copy_(host, non_blocking=True)
+
+    def reached(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
+
+    def _stream(self, stream: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if stream == "compute" else self._streams[stream]
+
+    def _pairs(self, copy: UnitCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        row = self._slots[copy.group][copy.slot]
+        pairs = []
+        at = 0
+        for storage, offset, stride, nbytes in self._units[copy.group].regions:
+            begin = offset + copy.block * stride
+            pairs.append((row[at : at + nbytes], self._flat[storage][begin : begin + nbytes]))
+            at += nbytes
+        return pairs

@@ -1,0 +1,111 @@
+"""Coordinator: spec rows + stores + retention -> where to resume, what to load, what to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
+from ucmcache.coordinator.retention import Retention
+from ucmcache.coordinator.spec import BoundRow, Kind
+from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
+from ucmcache.store.arena import Presence
+from ucmcache.store.block import BlockStore
+from ucmcache.store.snapshot import SnapshotStore
+
+
+class Placed(NamedTuple):
+    """One unit of a plan: its key, and the column of its group's block table where the engine has or wants it."""
+
+    key: UnitKey
+    column: int
+
+
+class Coordinator:
+    """Decides for one engine. Single-threaded; never touches bytes.
+
+    Guaranteed by the caller: prompts carry the engine's own hashes. Promised: a resume position is served by every
+    voting row; what `needed` lists is everything that the resume position requires beyond what is local, and nothing
+    else.
+    """
+
+    def __init__(
+        self, rows: Sequence[BoundRow], blocks: BlockStore, states: SnapshotStore, retention: Retention
+    ) -> None:
+        self.rows = tuple(row for row in rows if row.kind is not Kind.NONE)
+        self.blocks = blocks
+        self.states = states
+        self.retention = retention
+        self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
+
+    def store_of(self, key: UnitKey) -> BlockStore | SnapshotStore:
+        """The store that indexes a key's kind."""
+        return self.states if isinstance(key, SnapshotKey) else self.blocks
+
+    def lookup(self, prompt: Prompt) -> Hit:
+        """Where the prompt can be resumed; takes no pins and changes nothing."""
+        return resolve_hit(prompt, self.rows, self.blocks, self.states)
+
+    def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
+        """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
+        units: list[Placed] = []
+        for row in self.rows:
+            if row.kind is Kind.SNAPSHOT:
+                column = (resume_tokens - 1) // row.block_tokens
+                units.append(Placed(self._state_key(prompt, row, resume_tokens), column))
+                continue
+            size = row.block_tokens
+            start = int(row.first_needed(np.array([resume_tokens]))[0]) // size
+            columns = range(max(start, prompt.local_tokens // size), resume_tokens // size)
+            units += [Placed(self._block_key(prompt, row, column), column) for column in columns]
+        return units
+
+    def missing_blocks(self, prompt: Prompt, row: BoundRow, first_column: int, computed_tokens: int) -> list[Placed]:
+        """Full blocks of a chain row from `first_column` on that are computed, hashed and kept nowhere yet."""
+        size = row.block_tokens
+        last = min(computed_tokens, prompt.hashed_tokens) // size
+        if last <= first_column:
+            return []
+        codes = self.blocks.presence(row.group, prompt.prefixes(first_column * size, last * size, size))
+        return [
+            Placed(self._block_key(prompt, row, column), column)
+            for column in (np.flatnonzero(codes == Presence.ABSENT) + first_column).tolist()
+        ]
+
+    def missing_states(self, prompt: Prompt, position_tokens: int) -> list[Placed]:
+        """The states of all snapshot rows at a grid position that are kept nowhere yet, in the running column."""
+        if not self.on_grid(position_tokens) or position_tokens > prompt.hashed_tokens:
+            return []
+        placed = []
+        for row in self.rows:
+            if row.kind is Kind.SNAPSHOT:
+                key = self._state_key(prompt, row, position_tokens)
+                if self.states.presence(row.group, [key.prefix])[0] == Presence.ABSENT:
+                    placed.append(Placed(key, (position_tokens - 1) // row.block_tokens))
+        return placed
+
+    def on_grid(self, position_tokens: int) -> bool:
+        """Whether every chain has a block that ends at the position, so that a resume there is possible at all."""
+        return position_tokens > 0 and position_tokens % self.grid_tokens == 0
+
+    def _block_key(self, prompt: Prompt, row: BoundRow, column: int) -> BlockKey:
+        end = (column + 1) * row.block_tokens
+        return BlockKey(row.group, prompt.prefix(end), end, prompt.prefix(end - row.block_tokens))
+
+    def _state_key(self, prompt: Prompt, row: BoundRow, position_tokens: int) -> SnapshotKey:
+        parent = max(position_tokens - row.block_tokens, 0)
+        return SnapshotKey(row.group, prompt.prefix(position_tokens), position_tokens, prompt.prefix(parent))
+
+    def describe(self) -> str:
+        """The bound table, for the log at start."""
+        lines = [f"resume positions are multiples of {self.grid_tokens} tokens"]
+        for row in self.rows:
+            store = self.states if row.kind is Kind.SNAPSHOT else self.blocks
+            arena = next(arena for arena in store.arenas if row.group in arena.plan.groups)
+            lines.append(
+                f"  group {row.group}: {row.spec.spec_class} as {row.kind.value}, {row.block_tokens} tokens a block, "
+                f"{arena.plan.slot_bytes:,} bytes a unit, {arena.plan.slots:,} slots for groups {arena.plan.groups}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""A demonstration that needs nothing but a CPU: tiny random checkpoints, engines in child processes, one table."""

@@ -1,0 +1,254 @@
+"""Fixed-size slots of one geometry: who is in which slot, what may be found, what may be evicted.
+
+The index half lives in the scheduler process and hands slot numbers out; every worker uses the same numbers in memory
+of its own (`SlotMemory`). Reserve, write, commit: nothing can be found before commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucmcache.errors import ConfigError, ContractError
+from ucmcache.store.eviction import Clock, EvictionPolicy
+
+
+class Presence(IntEnum):
+    """Where the bytes of a key are."""
+
+    ABSENT = 0
+    PENDING = 1  # a reservation is being filled
+    STORED = 2  # in the backend only
+    READY = 3  # verified and in host memory
+
+
+class Owner(NamedTuple):
+    """What a slot holds: a group's unit, named by the engine's prefix hash."""
+
+    group: int
+    prefix: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """The slots of one geometry, as the scheduler decided them and every worker lays them out."""
+
+    slot_bytes: int  # the widest rank's unit
+    slots: int
+    groups: tuple[int, ...]  # KV cache groups whose units live here
+
+
+def plan_arenas(
+    setting: str, budget_bytes: int, units: Mapping[int, tuple[int, int]], weight_by_tokens: bool
+) -> list[ArenaPlan]:
+    """Divide `budget_bytes` into arenas, one per unit size.
+
+    `units` maps group -> (unit bytes, tokens per unit). With `weight_by_tokens` every group gets slots for the same
+    number of tokens, since a chain is of use only where all groups have it; otherwise every group gets the same number
+    of slots, since a state is of use only where all groups have one. Raises ConfigError (naming `setting`) when not
+    even one unit of each group fits.
+    """
+    if not units:
+        return []
+    density = {group: unit / (tokens if weight_by_tokens else 1) for group, (unit, tokens) in units.items()}
+    share = budget_bytes / sum(density.values())
+    by_bytes: dict[int, list[int]] = {}
+    for group, (unit_bytes, _) in sorted(units.items()):
+        by_bytes.setdefault(unit_bytes, []).append(group)
+    plans = []
+    for unit_bytes, groups in by_bytes.items():
+        slots = int(sum(share / (units[group][1] if weight_by_tokens else 1) for group in groups))
+        if slots < len(groups):
+            needed = sum(unit for unit, _ in units.values())
+            raise ConfigError(
+                f"{setting} is {budget_bytes} bytes; this model's units take {needed} bytes for one of each of its "
+                f"{len(units)} groups, and at least one of each must fit — raise {setting}"
+            )
+        plans.append(ArenaPlan(unit_bytes, slots, tuple(groups)))
+    return plans
+
+
+class Arena:
+    """Index of one arena's slots.
+
+    Single-threaded. Guaranteed by the caller: every reserved slot is committed or aborted exactly once, every pin is
+    released exactly once (ContractError otherwise). Promised: a pinned or uncommitted slot is never evicted.
+    """
+
+    _FREE, _LOADING, _READY = 0, 1, 2
+
+    def __init__(
+        self, plan: ArenaPlan, on_evict: Callable[[Owner], None], policy: EvictionPolicy | None = None
+    ) -> None:
+        self.plan = plan
+        self._policy = policy if policy is not None else Clock(plan.slots)
+        self._on_evict = on_evict
+        self._free = list(range(plan.slots - 1, -1, -1))
+        self._state = bytearray(plan.slots)
+        self._pins = [0] * plan.slots
+        self._owner: list[Owner | None] = [None] * plan.slots
+        self._index: dict[int, dict[bytes, int]] = {group: {} for group in plan.groups}
+        # Forgotten while somebody still reads or writes them: out of the index, freed when that ends.
+        self._doomed: set[int] = set()
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that at least one owner holds a pin on."""
+        return sum(1 for pins in self._pins if pins)
+
+    def slot(self, group: int, prefix: bytes) -> int | None:
+        """Slot of a committed unit, or None."""
+        slot = self._index[group].get(prefix)
+        return slot if slot is not None and self._state[slot] == self._READY else None
+
+    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        """READY, PENDING or ABSENT for each prefix, as uint8."""
+        found = self._index[group]
+        state = self._state
+        # One dict lookup a prefix; the values are bytes already, so no second pass converts them.
+        code = (Presence.ABSENT, Presence.PENDING, Presence.READY)
+        return np.fromiter(
+            (code[state[slot]] if (slot := found.get(prefix)) is not None else 0 for prefix in prefixes),
+            dtype=np.uint8,
+            count=len(prefixes),
+        )
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` slots can be reserved now, by evicting if needed."""
+        missing = count - len(self._free)
+        if missing <= 0:
+            return True
+        evictable = (slot for slot in range(self.plan.slots) if self._evictable(slot))
+        return sum(1 for _ in islice(evictable, missing)) == missing
+
+    def reserve(self, owners: Sequence[Owner]) -> list[int] | None:
+        """One slot for each owner, evicting if needed; None, with nothing changed, if so many cannot be had.
+
+        Guaranteed by the caller: no owner has a slot here already.
+        """
+        missing = len(owners) - len(self._free)
+        if missing > 0:
+            victims = self._policy.victims(missing, self._evictable)
+            if victims is None:
+                return None
+            for slot in victims:
+                self._drop(slot, evicted=True)
+        slots = []
+        for owner in owners:
+            if owner.prefix in self._index[owner.group]:
+                raise ContractError(f"group {owner.group} already has a slot for prefix {owner.prefix.hex()[:16]}")
+            slot = self._free.pop()
+            self._state[slot] = self._LOADING
+            self._owner[slot] = owner
+            self._index[owner.group][owner.prefix] = slot
+            slots.append(slot)
+        return slots
+
+    def commit(self, slot: int) -> None:
+        """The slot's bytes are written and verified: it can be found from now on."""
+        self._expect(slot, self._LOADING, "commit")
+        self._state[slot] = self._READY
+        self._policy.add(slot)
+        self._free_if_doomed(slot)
+
+    def abort(self, slot: int) -> None:
+        """The reservation is given up; the slot is free again."""
+        self._expect(slot, self._LOADING, "abort")
+        self._drop(slot, evicted=False)
+
+    def discard(self, slot: int) -> None:
+        """Forget a committed, unpinned slot."""
+        self._expect(slot, self._READY, "discard")
+        if self._pins[slot]:
+            raise ContractError(f"slot {slot} is discarded while {self._pins[slot]} pins hold it")
+        self._drop(slot, evicted=False)
+
+    def touch(self, slot: int) -> None:
+        """The slot's content was used."""
+        self._policy.touch(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep the slot's content until `unpin`; pins count."""
+        if self._state[slot] == self._FREE:
+            raise ContractError(f"slot {slot} is pinned but holds nothing")
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        """Release one pin."""
+        if not self._pins[slot]:
+            raise ContractError(f"slot {slot} is unpinned more often than it was pinned")
+        self._pins[slot] -= 1
+        self._free_if_doomed(slot)
+
+    def forget(self) -> None:
+        """Nothing that is here now can be found any more; slots in use are freed when their users are done."""
+        for slot, owner in enumerate(self._owner):
+            if owner is None or slot in self._doomed:
+                continue
+            if self._evictable(slot):
+                self._drop(slot, evicted=False)
+            else:
+                self._doomed.add(slot)
+                del self._index[owner.group][owner.prefix]
+
+    def owners(self) -> Iterable[Owner]:
+        """What can be found here, or is being written."""
+        return [Owner(group, prefix) for group, found in self._index.items() for prefix in found]
+
+    def _evictable(self, slot: int) -> bool:
+        return self._state[slot] == self._READY and not self._pins[slot]
+
+    def _free_if_doomed(self, slot: int) -> None:
+        if slot in self._doomed and self._evictable(slot):
+            self._drop(slot, evicted=False)
+
+    def _expect(self, slot: int, state: int, action: str) -> None:
+        if self._state[slot] != state:
+            names = ("FREE", "LOADING", "READY")
+            raise ContractError(f"{action} of slot {slot}, which is {names[self._state[slot]]}, not {names[state]}")
+
+    def _drop(self, slot: int, *, evicted: bool) -> None:
+        owner = self._owner[slot]
+        if owner is None:
+            raise ContractError(f"slot {slot} is dropped but holds nothing")
+        if self._state[slot] == self._READY:
+            self._policy.remove(slot)
+        if slot in self._doomed:
+            self._doomed.discard(slot)
+        else:
+            del self._index[owner.group][owner.prefix]
+        self._owner[slot] = None
+        self._state[slot] = self._FREE
+        self._free.append(slot)
+        if evicted:
+            self._on_evict(owner)
+
+
+class SlotMemory:
+    """A worker's bytes of one arena: `slots` rows of `slot_bytes`, over memory that the caller gives.
+
+    `memory` is a writable buffer of at least slots * slot_bytes bytes: plain, shared or pinned.
+    """
+
+    def __init__(self, plan: ArenaPlan, memory: memoryview | NDArray[np.uint8]) -> None:
+        flat = np.frombuffer(memory, dtype=np.uint8)
+        needed = plan.slots * plan.slot_bytes
+        if flat.nbytes < needed:
+            raise ContractError(f"arena memory has {flat.nbytes} bytes, {needed} are needed")
+        self.plan = plan
+        self.rows: NDArray[np.uint8] = flat[:needed].reshape(plan.slots, plan.slot_bytes)
+
+    def view(self, slot: int, nbytes: int) -> memoryview:
+        """The first `nbytes` of a slot, writable."""
+        return self.rows[slot, :nbytes].data

@@ -1,0 +1,166 @@
+"""resolve_hit against the four-line oracle: for p from the cap down, if every row accepts p, return p."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ucmcache.coordinator.coordinator import Coordinator
+from ucmcache.coordinator.hit import Prompt, resolve_hit
+from ucmcache.coordinator.retention import Retention
+from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind
+from ucmcache.store.arena import Presence
+from ucmcache.store.block import BlockStore
+from ucmcache.store.snapshot import SnapshotStore
+
+FULL, WINDOW, CHUNK, STATE = (
+    SPEC_TABLE[name] for name in ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
+)
+
+
+@dataclass
+class Given:
+    """Presence by group and position of the unit's end, for one prompt whose prefix hash is its length."""
+
+    at: dict[tuple[int, int], Presence] = field(default_factory=dict)
+
+    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        return np.array([self.at.get((group, int(prefix)), 0) for prefix in prefixes], dtype=np.uint8)
+
+    def fate(self, group: int, prefix: bytes) -> str | None:
+        return None
+
+
+def row(group: int, spec_name: str, block_tokens: int, lookahead: int = 0, **figures: int) -> BoundRow:
+    return BoundRow(group, SPEC_TABLE[spec_name], block_tokens, figures, bytes([group]) * 16, lookahead)
+
+
+def prompt(num_tokens: int, unit: int = 1, local: int = 0, only_last: bool = False) -> Prompt:
+    return Prompt(num_tokens, [b"%d" % (i * unit + unit) for i in range(num_tokens // unit)], unit, local, only_last)
+
+
+def accepts(row: BoundRow, p: int, given: Given, local: int, hashed: int, level: Presence) -> bool:
+    """By the rule's words: what a resume at p needs of this row, one unit at a time."""
+    size = row.block_tokens
+    if row.kind is Kind.SNAPSHOT:
+        return given.at.get((row.group, p), 0) >= level
+    if row.spec is WINDOW:
+        first = max(p - row.figures["sliding_window"] + 1 - row.figures["extra_retained_tokens"], 0)
+    elif row.spec is CHUNK:
+        first = p - p % row.figures["attention_chunk_size"]
+    else:
+        first = 0
+    needed = [end for end in range(size, p + size, size) if end > first and end > local and end <= p]
+    needed += [p + size * (i + 1) for i in range(row.lookahead_blocks)]
+    return all(end <= hashed and given.at.get((row.group, end), 0) >= level for end in needed)
+
+
+def oracle(p: Prompt, rows: Sequence[BoundRow], given: Given, level: Presence, kinds: Sequence[Kind]) -> int:
+    grid = lcm(*(r.block_tokens for r in rows))
+    cap = min(p.num_tokens - 1, p.hashed_tokens)
+    for position in range(cap, p.local_tokens, -1):
+        if position % grid or (p.only_last and position != p.num_tokens - 1):
+            continue
+        if all(accepts(r, position, given, p.local_tokens, p.hashed_tokens, level) for r in rows if r.kind in kinds):
+            return position
+    return p.local_tokens
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Prompt, list[BoundRow], Given]:
+    unit = draw(st.sampled_from([1, 2, 4]))
+    sizes = st.sampled_from([unit, unit * 3, unit * 4, unit * 5])
+    rows: list[BoundRow] = []
+    for group in range(draw(st.integers(1, 4))):
+        spec = draw(st.sampled_from([FULL, WINDOW, CHUNK, STATE]))
+        figures = {
+            "sliding_window": draw(st.integers(1, 30)),
+            "extra_retained_tokens": draw(st.integers(0, 3)),
+            "attention_chunk_size": draw(st.integers(1, 30)),
+        }
+        lookahead = draw(st.sampled_from([0, 0, 0, 1])) if spec.kind is Kind.CHAIN else 0
+        rows.append(BoundRow(group, spec, draw(sizes), figures, bytes([group]) * 16, lookahead))
+    grid = lcm(*(r.block_tokens for r in rows))
+    num_tokens = draw(st.integers(1, 6 * grid + 3))
+    local = draw(st.integers(0, max(num_tokens - 1, 0) // grid)) * grid
+    given_ = Given()
+    mostly = draw(st.sampled_from([0.5, 0.9, 0.99]))
+    random = draw(st.randoms(use_true_random=False))
+    for r in rows:
+        for end in range(r.block_tokens, num_tokens + 1, r.block_tokens):
+            if random.random() < mostly:
+                given_.at[r.group, end] = random.choice([Presence.PENDING, Presence.STORED, *[Presence.READY] * 8])
+    return prompt(num_tokens, unit, local, draw(st.sampled_from([False, False, False, True]))), rows, given_
+
+
+@settings(max_examples=3000, deadline=None)
+@given(cases())
+def test_equals_the_oracle(case: tuple[Prompt, list[BoundRow], Given]) -> None:
+    p, rows, given_ = case
+    hit = resolve_hit(p, rows, given_, given_)
+    everything = (Kind.CHAIN, Kind.SNAPSHOT)
+    assert hit.resume_tokens == oracle(p, rows, given_, Presence.READY, everything)
+    assert hit.reachable_tokens == oracle(p, rows, given_, Presence.PENDING, everything)
+    assert hit.chain_tokens == oracle(p, rows, given_, Presence.PENDING, (Kind.CHAIN,))
+    assert sum(hit.lost.values()) == hit.chain_tokens - hit.resume_tokens
+    assert p.local_tokens <= hit.resume_tokens <= hit.reachable_tokens <= hit.chain_tokens
+    assert hit.resume_tokens <= max(p.num_tokens - 1, p.local_tokens)
+    assert (hit.limited_by is None) == (hit.chain_tokens == hit.resume_tokens)
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases())
+def test_needed_is_all_and_only_what_a_promise_needs(case: tuple[Prompt, list[BoundRow], Given]) -> None:
+    p, rows, given_ = case
+    hit = resolve_hit(p, rows, given_, given_)
+    if hit.resume_tokens == p.local_tokens:
+        return
+    seeds = {r.group: r.seed for r in rows}
+    coordinator = Coordinator(rows, BlockStore([], seeds, b"n" * 16), SnapshotStore([], seeds, b"n" * 16), Retention())
+    units = coordinator.needed(p, hit.resume_tokens)
+    assert all(given_.at[key.group, key.depth_tokens] == Presence.READY for key, _ in units)
+    assert all(key.depth_tokens == int(key.prefix) for key, _ in units)
+    # Taking any one needed unit away makes the promise wrong.
+    for key, _ in units:
+        less = Given({at: code for at, code in given_.at.items() if at != (key.group, key.depth_tokens)})
+        assert resolve_hit(p, rows, less, less).resume_tokens < hit.resume_tokens
+
+
+def test_the_minimum_of_each_groups_deepest_is_unsound() -> None:
+    """Requirements C2: states {1024, 3072} and {1024, 2048} under a chain of 4096 resume at 1024, not 2048."""
+    rows = [row(0, "FullAttentionSpec", 1024), row(1, "MambaSpec", 1024), row(2, "MambaSpec", 1024)]
+    given_ = Given({(0, end): Presence.READY for end in range(1024, 4097, 1024)})
+    given_.at |= dict.fromkeys([(1, 1024), (1, 3072), (2, 1024), (2, 2048)], Presence.READY)
+    hit = resolve_hit(prompt(5000, 1024), rows, given_, given_)
+    assert (hit.resume_tokens, hit.chain_tokens) == (1024, 4096)
+    assert hit.limited_by == "1:MambaSpec"
+    assert hit.lost == {"never_saved": 3072}
+
+
+def test_a_state_that_consumed_the_last_token_is_never_promised() -> None:
+    """Field case A4: the promise for N tokens ends at floor((N-1)/16)*16."""
+    rows = [row(0, "FullAttentionSpec", 16), row(1, "MambaSpec", 16)]
+    for n in (15, 16, 17, 31, 32, 33):
+        given_ = Given({(group, end): Presence.READY for group in (0, 1) for end in range(16, 65, 16)})
+        assert resolve_hit(prompt(n, 16), rows, given_, given_).resume_tokens == (n - 1) // 16 * 16
+
+
+def test_field_case_a2() -> None:
+    rows = [row(0, "FullAttentionSpec", 16), row(1, "MambaSpec", 16)]
+    for chain, states, expected in ((64, (16, 32), 32), (16, (48,), 0), (64, (), 0), (0, (64,), 0)):
+        given_ = Given({(0, end): Presence.READY for end in range(16, chain + 1, 16)})
+        given_.at |= {(1, end): Presence.READY for end in states}
+        assert resolve_hit(prompt(100, 16), rows, given_, given_).resume_tokens == expected
+
+
+def test_without_chunked_prefill_all_but_the_last_token_or_nothing() -> None:
+    rows = [row(0, "MLAAttentionSpec", 16)]
+    given_ = Given({(0, end): Presence.READY for end in range(16, 257, 16)})
+    hits = {n: resolve_hit(prompt(n, 16, only_last=True), rows, given_, given_).resume_tokens for n in range(1, 200)}
+    assert {n: tokens for n, tokens in hits.items() if tokens} == {n: n - 1 for n in range(17, 200, 16)}

@@ -1,0 +1,251 @@
+"""Resumes on the simulated engine: positions, legs, restarts. Every byte that a forward reads is checked there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sim.engine import VOCAB, Group, SimEngine, WrongBytesError
+
+HOST = {"host": {"blocks": "4MiB", "snapshots": "4MiB"}}
+MIXES: dict[str, list[Group]] = {
+    "full": [Group("full", 8)],
+    "window": [Group("window", 8, 20), Group("full", 8)],
+    "window wider than a block, two sizes": [Group("full", 16), Group("window", 8, 3)],
+    "chunk": [Group("full", 8), Group("chunk", 8, 24)],
+    "state": [Group("full", 8), Group("state", 8)],
+    "three states": [Group("full", 16), Group("state", 16), Group("state", 16), Group("state", 16)],
+    "all": [Group("full", 8), Group("window", 8, 12), Group("state", 8)],
+}
+# vLLM stops a prefill's chunks at multiples of the smallest block, so it does not make every state that such a model
+# could resume from.
+UNEVEN = [Group("full", 8), Group("window", 8, 12), Group("state", 16)]
+
+Start = Callable[..., SimEngine]
+
+
+@pytest.fixture
+def start(hybrid: Path, plain: Path) -> Iterator[Start]:
+    """Starts engines, and closes them at the end."""
+    engines: list[SimEngine] = []
+
+    def start_one(groups: Sequence[Group], extra: Mapping[str, Any] = HOST, **options: Any) -> SimEngine:
+        model = hybrid if any(group.kind == "state" for group in groups) else plain
+        engines.append(SimEngine(groups, model, extra, **options))
+        return engines[-1]
+
+    yield start_one
+    for engine in engines:
+        engine.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed * 1_000_003 + length)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {**HOST, "backend": {"url": path.as_uri()}}
+
+
+@pytest.mark.parametrize("order", ["v1", "v2"])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_three_legs_at_every_edge(start: Start, mix: str, order: str) -> None:
+    groups = MIXES[mix]
+    grid = lcm(*(group.block_tokens for group in groups))
+    engine = start(groups, order=order)
+    for length in (1, grid - 1, grid, grid + 1, 2 * grid - 1, 2 * grid, 2 * grid + 1, 11 * grid + 3):
+        prompt = prompt_of(length)
+        expected = SimEngine.expected(prompt, 5)
+        assert engine.generate(f"cold {length}", prompt, 5) == expected
+        before = dict(engine.counts)
+        assert engine.reset_local()
+        assert engine.generate(f"external {length}", prompt, 5) == expected
+        resumed = engine.counts.get("adopted_tokens", 0) - before.get("adopted_tokens", 0)
+        assert resumed == (length - 1) // grid * grid
+        assert (engine.counts.get("loaded_bytes", 0) > before.get("loaded_bytes", 0)) == (resumed > 0)
+        assert engine.generate(f"local {length}", prompt, 5) == expected
+        assert engine.counts.get("adopted_tokens", 0) - before.get("adopted_tokens", 0) == resumed
+    assert_at_rest(engine)
+
+
+def assert_at_rest(engine: SimEngine) -> None:
+    """Nothing is in flight, pinned or leaked."""
+    engine.run()
+    side = engine.side
+    assert side.jobs_in_flight == 0
+    assert side.coordinator.blocks.pinned_slots == side.coordinator.states.pinned_slots == 0
+    assert engine.reset_local()
+    assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_a_restart_resumes_from_disk(start: Start, tmp_path: Path, mix: str, ranks: int) -> None:
+    groups = MIXES[mix]
+    grid = lcm(*(group.block_tokens for group in groups))
+    prompt = prompt_of(9 * grid + 5)
+    first = start(groups, disk(tmp_path), ranks=ranks)
+    assert first.generate("cold", prompt) == SimEngine.expected(prompt, 4)
+    first.run()
+    first.close()
+    second = start(groups, disk(tmp_path), ranks=ranks)
+    assert second.generate("after restart", prompt) == SimEngine.expected(prompt, 4)
+    assert second.counts["adopted_tokens"] == 9 * grid
+    assert second.counts["read_bytes"] > 0
+    assert_at_rest(second)
+
+
+def test_uneven_blocks_resume_where_the_engine_made_a_state(start: Start) -> None:
+    engine = start(UNEVEN, max_step_tokens=32)
+    for length in (40, 47, 65, 100):
+        prompt = prompt_of(length)
+        before = engine.counts.get("adopted_tokens", 0)
+        engine.generate(f"cold {length}", prompt)
+        engine.reset_local()
+        assert engine.generate(f"external {length}", prompt) == SimEngine.expected(prompt, 4)
+        assert engine.counts["adopted_tokens"] - before >= length // 32 * 32
+        engine.reset_local()
+
+
+def test_the_next_turn_resumes_past_the_first_prompt(start: Start) -> None:
+    engine = start(MIXES["state"])
+    prompt = prompt_of(20)
+    answer = engine.generate("turn 1", prompt, 30)
+    turn_2 = [*prompt, *answer, *prompt_of(6, seed=2)]
+    assert engine.reset_local()
+    assert engine.generate("turn 2", turn_2) == SimEngine.expected(turn_2, 4)
+    # 20 + 30 tokens, of which the last was sampled but never computed: 49 // 8 * 8.
+    assert engine.counts["adopted_tokens"] == 48
+
+
+@pytest.mark.parametrize(("prompt", "sampled", "blocks"), [(6, 2, 1), (6, 3, 2), (8, 1, 2), (4, 1, 1), (3, 1, 0)])
+def test_a_sampled_token_that_was_never_computed_is_not_stored(
+    start: Start, prompt: int, sampled: int, blocks: int
+) -> None:
+    """Field case A1: a generation that ends on a block boundary must not store the slot that no forward wrote."""
+    engine = start([Group("full", 4), Group("state", 4)])
+    engine.generate("one", prompt_of(prompt), sampled)
+    assert engine.counts.get("saved_blocks", 0) == blocks
+    assert engine.counts.get("saved_states", 0) == blocks
+
+
+def test_shared_prefix_with_different_suffixes(start: Start) -> None:
+    engine = start(MIXES["all"])
+    shared = prompt_of(80)
+    for i in range(4):
+        prompt = [*shared, *prompt_of(21, seed=i)]
+        assert engine.generate(f"r{i}", prompt) == SimEngine.expected(prompt, 4)
+        engine.reset_local()
+    assert engine.counts["adopted_tokens"] >= 3 * 64
+
+
+def test_no_hit_across_salts(start: Start) -> None:
+    engine = start(MIXES["all"])
+    prompt = prompt_of(100)
+    for salt, hits in (("a", False), ("b", False), (None, False), ("a", True), (None, True)):
+        before = engine.counts.get("adopted_tokens", 0)
+        engine.add(f"salt {salt} {hits}", prompt, cache_salt=salt)
+        engine.run()
+        assert (engine.counts.get("adopted_tokens", 0) > before) == hits
+        engine.reset_local()
+
+
+def test_aborts_in_every_state_leave_nothing_behind(start: Start, tmp_path: Path) -> None:
+    engine = start(MIXES["all"], disk(tmp_path), max_step_tokens=32)
+    prompt = prompt_of(100)
+    for steps in range(12):
+        for again in range(2):
+            name = f"abort after {steps}, {again}"
+            engine.add(name, prompt, 6)
+            for _ in range(steps):
+                engine.step()
+            if name in engine.requests:
+                engine.abort(name)
+            engine.run()
+            engine.reset_local()
+    assert_at_rest(engine)
+    assert engine.generate("after", prompt) == SimEngine.expected(prompt, 4)
+
+
+def test_preemption_under_a_small_kv_space(start: Start) -> None:
+    engine = start(MIXES["state"], num_blocks=30, max_step_tokens=48)
+    prompts = [prompt_of(40 + 7 * i, seed=i) for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        engine.add(f"r{i}", prompt, 24)
+    engine.run()
+    for i, prompt in enumerate(prompts):
+        assert engine.outputs[f"r{i}"] == SimEngine.expected(prompt, 24)
+    assert_at_rest(engine)
+
+
+def test_a_small_host_budget_evicts_and_stays_right(start: Start, tmp_path: Path) -> None:
+    tiny = {"host": {"blocks": 12 * 512 * 2, "snapshots": 4096}, "backend": {"url": tmp_path.as_uri()}}
+    engine = start(MIXES["state"], tiny)
+    prompts = [prompt_of(60, seed=i) for i in range(5)]
+    for i in range(25):
+        prompt = prompts[i * 3 % 5]
+        assert engine.generate(f"r{i}", prompt) == SimEngine.expected(prompt, 4)
+        engine.reset_local()
+    assert engine.counts["evicted_units"] > 0
+    assert engine.counts["adopted_tokens"] > 0
+    assert_at_rest(engine)
+
+
+def test_a_synchronous_load_of_a_state_is_wrong(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why loads are asynchronous (docs/adr/0002): a synchronous one comes after the engine copied the state onward."""
+    engine = start(MIXES["state"])
+    prompt = prompt_of(50)
+    engine.generate("cold", prompt)
+    engine.reset_local()
+    connector = engine.scheduler.connector
+    lookup = connector.get_num_new_matched_tokens
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", lambda *args: (lookup(*args)[0], False))
+    with pytest.raises(WrongBytesError, match="state at 48"):
+        engine.generate("synchronous", prompt)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_every_layout(start: Start, layout: str) -> None:
+    engine = start(MIXES["all"], layout=layout)
+    prompt = prompt_of(100)
+    assert engine.generate("cold", prompt) == SimEngine.expected(prompt, 4)
+    engine.reset_local()
+    assert engine.generate("external", prompt) == SimEngine.expected(prompt, 4)
+    assert engine.counts["adopted_tokens"] == 96
+
+
+def test_without_chunked_prefill_all_but_the_last_token_or_nothing(start: Start) -> None:
+    engine = start([Group("full", 8)], chunked_prefill=False, max_step_tokens=4096)
+    for length in range(1, 50):
+        prompt = prompt_of(length)
+        engine.generate(f"cold {length}", prompt)
+        engine.reset_local()
+        before = engine.counts.get("promised_tokens", 0)
+        assert engine.generate(f"warm {length}", prompt) == SimEngine.expected(prompt, 4)
+        promised = engine.counts.get("promised_tokens", 0) - before
+        assert promised == (length - 1 if length > 8 and length % 8 == 1 else 0)
+        engine.reset_local()
+
+
+def test_reset_forgets_everything(start: Start, tmp_path: Path) -> None:
+    engine = start(MIXES["all"], disk(tmp_path))
+    prompt = prompt_of(100)
+    engine.generate("cold", prompt)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.generate("after reset", prompt) == SimEngine.expected(prompt, 4)
+    assert "adopted_tokens" not in engine.counts
+    engine.run()
+    engine.reset_local()
+    assert engine.generate("saved anew", prompt) == SimEngine.expected(prompt, 4)
+    assert engine.counts["adopted_tokens"] == 96
+    engine.close()
+    other = start(MIXES["all"], disk(tmp_path))
+    other.generate("restart", prompt)
+    assert other.counts["adopted_tokens"] == 96

@@ -1,0 +1,270 @@
+"""The file backend's capacity, and what it does with leftovers of dead writers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.files import ID, KIB, NAMESPACE, SECOND_NS, Clock, files_below, get, number_id, object_path
+from ucmcache.errors import BackendError
+from ucmcache.store.backend import Bucket
+from ucmcache.store.backends import file_space
+from ucmcache.store.backends.file import FileBackend
+from ucmcache.store.backends.file_layout import StoredFile, Temporaries, host_digest, process_alive, walk_root
+
+# -- capacity ---------------------------------------------------------------------------------------------------------
+
+
+def fill(bucket: Bucket, clock: Clock, numbers: range, size: int = 64 * KIB) -> None:
+    for number in numbers:
+        clock.forward(100)
+        bucket.put(number_id(number), [os.urandom(size)])
+
+
+def numbers_in(*buckets: Bucket) -> list[int]:
+    return sorted(int.from_bytes(info.id, "little") for bucket in buckets for info in bucket.scan())
+
+
+def test_capacity_evicts_the_least_recently_used_of_all_namespaces(tmp_path: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(tmp_path, 10 * 64 * KIB, clock_ns=clock)
+    first, second = backend.bucket(NAMESPACE, 0), backend.bucket(b"m" * 16, 1)
+    fill(first, clock, range(5))
+    fill(second, clock, range(5, 10))
+    assert numbers_in(first, second) == list(range(10))
+    clock.forward(100)
+    assert get(first, number_id(0), 64 * KIB) is not None
+    fill(second, clock, range(10, 11))
+    # 704 KiB are over 640, so it goes to 576: the two that were used the longest ago.
+    assert numbers_in(first, second) == [0, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert backend.used_bytes() <= 9 * 64 * KIB
+
+
+def test_reads_touch_at_most_once_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    bucket = FileBackend(tmp_path, clock_ns=clock).bucket(NAMESPACE, 0)
+    bucket.put(ID, [b"x"])
+    written_ns = clock.now_ns
+    for wait_s, touched in ((59, False), (1, True), (59, False), (1, True)):
+        clock.forward(wait_s)
+        get(bucket, ID, 1)
+        status = object_path(tmp_path).stat()
+        assert status.st_mtime_ns == written_ns
+        assert (status.st_atime_ns == clock.now_ns) == touched
+
+
+def test_a_read_survives_a_disk_that_keeps_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    bucket = FileBackend(tmp_path, clock_ns=clock).bucket(NAMESPACE, 0)
+    bucket.put(ID, [b"x"])
+    clock.forward(100)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", fail)
+    assert get(bucket, ID, 1) == b"x"
+
+
+def test_the_object_just_written_stays(tmp_path: Path) -> None:
+    clock = Clock()
+    capacity = 256 * KIB
+    backend = FileBackend(tmp_path, capacity, clock_ns=clock)
+    bucket = backend.bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(4), 60 * KIB)
+    clock.forward(-10_000)  # a clock that was set back makes it look the oldest
+    bucket.put(ID, [os.urandom(capacity)])
+    assert [info.id for info in bucket.scan()] == [ID]
+
+
+def test_an_object_beyond_the_capacity_is_refused(tmp_path: Path) -> None:
+    backend = FileBackend(tmp_path, 5000)
+    bucket = backend.bucket(NAMESPACE, 0)
+    bucket.put(number_id(1), [b"stays"])
+    for size in (5001, 4999):  # 4999 bytes take two blocks of 4096
+        with pytest.raises(BackendError, match="does not fit"):
+            bucket.put(ID, [bytes(size)])
+    assert numbers_in(bucket) == [1] and len(files_below(tmp_path)) == 1
+
+
+def test_what_others_wrote_is_counted(tmp_path: Path) -> None:
+    clock = Clock()
+    capacity = 20 * 64 * KIB
+    ours, theirs = (FileBackend(tmp_path, limit, clock_ns=clock) for limit in (capacity, None))
+    fill(theirs.bucket(NAMESPACE, 0), clock, range(25))
+    assert ours.used_bytes() > capacity
+    fill(ours.bucket(NAMESPACE, 1), clock, range(25, 26))
+    assert ours.used_bytes() <= capacity  # the first write lists
+    fill(theirs.bucket(NAMESPACE, 0), clock, range(30, 50))
+    fill(ours.bucket(NAMESPACE, 1), clock, range(50, 53))
+    assert ours.used_bytes() <= capacity  # and so does every eighth of the capacity
+    assert {50, 51, 52} <= set(numbers_in(ours.bucket(NAMESPACE, 1)))
+
+
+def test_replacing_and_removing_free_their_space(tmp_path: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(tmp_path, 10 * 64 * KIB, clock_ns=clock)
+    bucket = backend.bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(4))
+    for _ in range(20):
+        fill(bucket, clock, range(5, 6))
+        bucket.delete(number_id(6))
+        fill(bucket, clock, range(6, 7))
+    assert numbers_in(bucket) == [0, 1, 2, 3, 5, 6]
+
+
+def test_replacing_and_removing_call_for_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    bucket = FileBackend(tmp_path, 100 * 4 * KIB, clock_ns=clock).bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(98), 4 * KIB)
+    listings: list[str] = []
+
+    def counted(root: str) -> Iterator[StoredFile]:
+        listings.append(root)
+        return walk_root(root)
+
+    monkeypatch.setattr(file_space, "walk_root", counted)
+    for _ in range(6):
+        fill(bucket, clock, range(1), 4 * KIB)
+        bucket.delete(number_id(1))
+        fill(bucket, clock, range(1, 2), 4 * KIB)
+    assert len(listings) <= 1  # an eighth of the capacity is due once, and the total never passes it
+    assert len(numbers_in(bucket)) == 98
+
+
+def test_quarantine_makes_room_before_newer_objects(tmp_path: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(tmp_path, 10 * 64 * KIB, clock_ns=clock)
+    bucket = backend.bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(2))
+    for number in range(2):
+        bucket.quarantine(number_id(number))
+    fill(bucket, clock, range(2, 11))
+    assert numbers_in(bucket) == list(range(2, 11))
+    assert backend.used_bytes() <= 9 * 64 * KIB
+
+
+def test_an_eviction_that_fails_fails_the_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    bucket = FileBackend(tmp_path, 4 * 64 * KIB, clock_ns=clock).bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(4))
+    unlink = os.unlink
+
+    def stubborn(path: str) -> None:
+        if number_id(9).hex() not in path:
+            raise PermissionError(errno.EPERM, "immutable")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", stubborn)
+        with pytest.raises(BackendError, match="cannot be emptied"):
+            fill(bucket, clock, range(9, 10))
+    assert numbers_in(bucket) == [0, 1, 2, 3]
+    fill(bucket, clock, range(9, 10))
+    assert numbers_in(bucket) == [2, 3, 9]
+
+
+def test_threads_share_the_capacity(tmp_path: Path) -> None:
+    capacity = 1 << 20
+    backend = FileBackend(tmp_path, capacity)
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            bucket = backend.bucket(NAMESPACE, rank)
+            for number in range(40):
+                bucket.put(number_id(number), [bytes([rank]) * 64 * KIB])
+                get(bucket, number_id(number), 64 * KIB)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and 0 < backend.used_bytes() <= capacity
+    assert len(files_below(tmp_path)) == sum(len(list(backend.bucket(NAMESPACE, rank).scan())) for rank in range(4))
+
+
+# -- leftovers --------------------------------------------------------------------------------------------------------
+
+HOST, OTHER_HOST = host_digest("here"), host_digest("there")
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "age_s", "abandoned"),
+    [
+        (HOST, 7, 61, True),  # 7 is dead, 8 alive
+        (HOST, 7, 59, False),
+        (HOST, 8, 61, False),
+        (HOST, 8, 3599, False),
+        (HOST, 8, 3601, True),
+        (OTHER_HOST, 7, 3599, False),
+        (OTHER_HOST, 7, 3601, True),
+    ],
+)
+def test_which_temporaries_are_swept(tmp_path: Path, host: str, pid: int, age_s: int, abandoned: bool) -> None:
+    clock = Clock()
+    backend = FileBackend(tmp_path, clock_ns=clock, host_name="here", alive=lambda pid: pid == 8)
+    folder = object_path(tmp_path).parent.parent / "tmp"
+    folder.mkdir(parents=True)
+    left = folder / f"{host}-{pid}-{'0' * 32}.tmp"
+    left.write_bytes(b"half")
+    foreign = folder / "notes.txt"
+    foreign.write_bytes(b"")
+    for path in (left, foreign):
+        os.utime(path, ns=(clock.now_ns - age_s * SECOND_NS,) * 2)
+    bucket = backend.bucket(NAMESPACE, 0)
+    assert list(bucket.scan()) == [] and left.exists()
+    assert backend.used_bytes() > 0
+    bucket.put(ID, [b"x"])
+    assert left.exists() != abandoned and foreign.exists()
+
+
+def test_making_room_starts_with_leftovers(tmp_path: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(tmp_path, 10 * 64 * KIB, clock_ns=clock)
+    bucket = backend.bucket(NAMESPACE, 0)
+    fill(bucket, clock, range(2))
+    left = object_path(tmp_path).parent.parent / "tmp" / f"{OTHER_HOST}-1-{'0' * 32}.tmp"
+    left.write_bytes(os.urandom(8 * 64 * KIB))
+    clock.forward(4000)
+    fill(bucket, clock, range(2, 4))
+    assert numbers_in(bucket) == [0, 1, 2, 3] and not left.exists()
+
+
+def test_temporaries_have_names_of_their_own() -> None:
+    temporaries = Temporaries(pid=lambda: 12, unique=lambda: "0" * 32, host=HOST)
+    assert temporaries.name() == f"{HOST}-12-{'0' * 32}.tmp"
+    assert Temporaries().name() != Temporaries().name()
+
+
+def test_a_taken_temporary_is_not_touched(tmp_path: Path) -> None:
+    bucket = FileBackend(tmp_path, unique=lambda: "0" * 32).bucket(NAMESPACE, 0)
+    bucket.put(number_id(1), [b"x"])
+    [folder] = tmp_path.glob("ns-*/r0/tmp")
+    taken = folder / f"{host_digest(os.uname().nodename)}-{os.getpid()}-{'0' * 32}.tmp"
+    taken.write_bytes(b"another writer's")
+    with pytest.raises(BackendError):
+        bucket.put(ID, [b"x"])
+    assert taken.read_bytes() == b"another writer's"
+
+
+def test_who_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_alive(os.getpid())
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert not process_alive(child.pid)
+
+    def foreign(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", foreign)
+    assert process_alive(1)
