@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ class SimEngine:
         layout: str = "LBHNC",
         retention_interval: int = 0,
         chunked_prefill: bool = True,
+        mutate: Callable[[Any], None] | None = None,
     ) -> None:
         self.groups = list(groups)
         self.order = order
@@ -144,6 +145,8 @@ class SimEngine:
         self.config.scheduler_config.max_num_scheduled_tokens = None
         self.config.scheduler_config.max_num_seqs = max_seqs
         self.config.scheduler_config.enable_chunked_prefill = chunked_prefill
+        if mutate is not None:
+            mutate(self.config)
         self.scheduler = self._scheduler()
         self.ranks = [self._rank(rank, num_blocks, layout) for rank in range(ranks)]
         facts = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.ranks)}

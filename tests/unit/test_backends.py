@@ -478,3 +478,22 @@ def test_quarantine_without_a_place_removes(tmp_path: Path) -> None:
     (object_path(tmp_path).parent.parent / "quarantine").write_bytes(b"in the way")
     assert bucket.quarantine(ID)
     assert not bucket.contains(ID)
+
+
+def test_a_folder_that_cannot_be_listed_hides_only_its_own_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = FileBackend.from_url(tmp_path.as_uri(), None).bucket(b"n" * 16, 0)
+    ids = [bytes([i]) * 16 for i in range(4)]
+    for id in ids:
+        bucket.put(id, [b"content"])
+    scandir = os.scandir
+
+    def refuse_one(path: Any) -> Any:
+        if str(path).endswith("/02"):
+            raise PermissionError(errno.EACCES, "not yours", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_one)
+    assert {info.id for info in bucket.scan()} == set(ids) - {ids[2]}
+    assert "cannot be listed" in caplog.text

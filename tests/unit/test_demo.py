@@ -16,7 +16,7 @@ from ucmcache.demo import run
 from ucmcache.demo.checkpoints import MARKER_FILE, RECIPES, write_checkpoint
 from ucmcache.demo.engine import EngineProcessError, Job, run_engine
 from ucmcache.demo.report import Turn, goals_of, render, report_json, verdict
-from ucmcache.demo.run import Settings, assemble_turns, first_difference, kv_transfer_config, run_demo
+from ucmcache.demo.run import Reference, Settings, assemble_turns, first_difference, kv_transfer_config, run_demo
 from ucmcache.errors import ConfigError
 
 TOTALS = {"disk_bytes": 3 * 2**20, "seconds": 61.0, "model": "/models/demo"}
@@ -62,7 +62,12 @@ def test_turns_take_each_number_from_its_own_process() -> None:
     first = [generated([1, 2], ttft_s=9.0), generated([3, 4])]
     restarted = [generated([1, 2], ttft_s=0.2, external_tokens=7680), generated([3, 4], external_tokens=8320)]
     hits = [generated([1, 2], ttft_s=ttft_s) for ttft_s in (0.5, 0.1, 0.3)]
-    rows = assemble_turns(first, restarted, [(generated([1, 2], ttft_s=2.0), hits), (generated([3, 4]), hits)])
+    # The tokens of the cold and repeated runs do not count: plain vLLM itself may round them otherwise.
+    references = [
+        Reference(generated([1, 2], ttft_s=8.0), cold=generated([7, 7], ttft_s=2.0), local=hits),
+        Reference(generated([3, 4]), cold=generated([3, 4]), local=hits),
+    ]
+    rows = assemble_turns(first, restarted, references)
     assert [row.turn for row in rows] == ["document", "turn 2"]
     assert (rows[0].ttft_cold_s, rows[0].ttft_local_s, rows[0].ttft_restart_s) == (2.0, 0.3, 0.2)
     assert [row.resumed_tokens for row in rows] == [7680, 8320]
@@ -73,14 +78,16 @@ def test_turns_take_each_number_from_its_own_process() -> None:
 def test_both_runs_with_the_connector_are_held_to_the_reference(wrong: str) -> None:
     first = generated([1, 5] if wrong == "first run" else [1, 2])
     restarted = generated([1, 5] if wrong == "restart" else [1, 2], external_tokens=7680)
-    (row,) = assemble_turns([first], [restarted], [(generated([1, 2]), [generated([1, 2])])])
+    (row,) = assemble_turns(
+        [first], [restarted], [Reference(generated([1, 2]), generated([1, 2]), [generated([1, 2])])]
+    )
     assert row.differs_at == 1
     assert verdict([row])[0] == 1
 
 
 def test_a_missing_turn_is_an_error() -> None:
     with pytest.raises(ValueError):
-        assemble_turns([generated([1])], [], [(generated([1]), [generated([1])])])
+        assemble_turns([generated([1])], [], [Reference(generated([1]), generated([1]), [generated([1])])])
 
 
 def test_verdict() -> None:

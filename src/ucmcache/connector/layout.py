@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ucmcache.coordinator.spec import GroupFacts
+from ucmcache.coordinator.spec import SPEC_TABLE, GroupFacts
 from ucmcache.errors import UnsupportedModelError
 
 
@@ -125,7 +125,30 @@ def _is_blocks(tensor: torch.Tensor, axis: int, num_blocks: int) -> bool:
 
 
 def content_text(group: Any, unit: UnitMap) -> str:
-    """Canonical text of all that shapes a group's bytes: its layers, their specs and the sizes of its regions."""
+    """Canonical text of all that shapes a group's bytes: its layers, their specs and the sizes of its regions.
+
+    Raises UnsupportedModelError for a group that the spec of one layer cannot speak for, or whose blocks depend on
+    tokens after them.
+    """
     specs = layer_specs(group.kv_cache_spec, group.layer_names)
+    if group_facts(0, group).cacheable:
+        _check_layers(specs)
     lines = [f"{name}={specs[name]!r}" for name in group.layer_names]
     return "\n".join([*lines, ",".join(str(region.nbytes) for region in unit.regions)])
+
+
+def _check_layers(specs: Mapping[str, Any]) -> None:
+    classes = sorted({type(spec).__name__ for spec in specs.values()})
+    unknown = [name for name in classes if name not in SPEC_TABLE]
+    if len(classes) > 1 and unknown:
+        raise UnsupportedModelError(
+            f"the layers {', '.join(specs)} share one KV cache group, and no row of ucmcache's spec table "
+            f"(ucmcache.coordinator.spec.SPEC_TABLE) covers {', '.join(unknown)} among their classes "
+            f"{', '.join(classes)}"
+        )
+    acausal = [name for name, spec in specs.items() if getattr(spec, "non_causal", False)]
+    if acausal:
+        raise UnsupportedModelError(
+            f"the layers {', '.join(acausal)} attend to later tokens (non_causal), so a prefix does not determine "
+            "their KV, and ucmcache cannot keep it"
+        )

@@ -216,7 +216,8 @@ class SchedulerSide:
         for row in self._coordinator.rows:
             if row.kind is not Kind.CHAIN:
                 continue
-            first = tracked.columns.get(row.group, 0)
+            # Not beyond where this step starts: rejected drafts and streamed input can take a request back.
+            first = min(tracked.columns.get(row.group, 0), start // row.block_tokens)
             units = self._coordinator.missing_blocks(prompt, row, first, end)
             tracked.columns[row.group] = max(first, min(end, prompt.hashed_tokens) // row.block_tokens)
             if units:

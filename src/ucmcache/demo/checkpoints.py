@@ -31,6 +31,9 @@ class Recipe:
     # Standard deviation of every parameter with two or more dimensions. Chosen so that outputs vary: too small or too
     # large, and one token repeats whatever the context.
     matrix_std: float = 0.1
+    # Range of a recurrent layer's decay rates (per token, before its gate). transformers starts at up to 16, which
+    # forgets a state within a token or two: a wrong state would not show in any output.
+    decay_rates: tuple[float, float] | None = None
     config_json: Mapping[str, Any] = field(default_factory=dict)  # keys vLLM reads and transformers does not write
 
 
@@ -140,6 +143,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "moe_intermediate_size": 64,
                 "shared_expert_intermediate_size": 64,
             },
+            decay_rates=(0.001, 0.01),
         ),
         # Large enough that computing 8,000 tokens takes seconds and a resume does not.
         "demo": Recipe(
@@ -161,6 +165,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "shared_expert_intermediate_size": 384,
                 "max_position_embeddings": 32768,
             },
+            decay_rates=(0.001, 0.01),
         ),
     }
 )
@@ -221,9 +226,11 @@ def _save_random(recipe: Recipe, seed: int, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
+        for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, recipe.matrix_std, generator=generator)
+            elif name.endswith("A_log") and recipe.decay_rates is not None:
+                parameter.uniform_(*recipe.decay_rates, generator=generator).log_()
     model.save_pretrained(folder)
     if recipe.config_json:
         config_file = folder / "config.json"

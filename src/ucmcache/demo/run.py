@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,11 +31,17 @@ FOLLOW_UPS = 3
 FOLLOW_UP_TOKENS = 200  # new tokens that each follow-up adds to the conversation so far
 OUTPUT_TOKENS = 32
 LOCAL_REPEATS = 3  # a local hit is short, so one measurement of it says little
-_WARM_UP_TOKENS = 4096
 _SEED = 20
 
-# (cold, repeats from vLLM's own prefix cache) of one prompt
-Reference = tuple[Result, Sequence[Result]]
+
+class Reference(NamedTuple):
+    """One prompt in vLLM without a connector."""
+
+    # In the course of the conversation, on what vLLM's own cache kept. Its tokens are the reference: the cold ones are
+    # not, because bytes that decoding wrote are rounded otherwise than a prefill's, and plain vLLM flips a token by it.
+    in_course: Result
+    cold: Result
+    local: Sequence[Result]  # repeats, after the cold one
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +75,15 @@ def assemble_turns(first: Sequence[Result], restarted: Sequence[Result], referen
     return [
         Turn(
             turn="document" if number == 0 else f"turn {number + 1}",
-            prompt_tokens=cold["prompt_tokens"],
+            prompt_tokens=plain.cold["prompt_tokens"],
             resumed_tokens=after["external_tokens"],
-            ttft_cold_s=cold["ttft_s"],
-            ttft_local_s=statistics.median(hit["ttft_s"] for hit in local),
+            ttft_cold_s=plain.cold["ttft_s"],
+            ttft_local_s=statistics.median(hit["ttft_s"] for hit in plain.local),
             ttft_restart_s=after["ttft_s"],
             # The first run saved what the restart resumed from, so its own outputs are held to the reference too.
-            differs_at=first_difference(cold["tokens"], before["tokens"], after["tokens"]),
+            differs_at=first_difference(plain.in_course["tokens"], before["tokens"], after["tokens"]),
         )
-        for number, (before, after, (cold, local)) in enumerate(zip(first, restarted, references, strict=True))
+        for number, (before, after, plain) in enumerate(zip(first, restarted, references, strict=True))
     ]
 
 
@@ -125,11 +131,10 @@ class _Conversation:
         longest_tokens = document_tokens + FOLLOW_UPS * FOLLOW_UP_TOKENS + (FOLLOW_UPS + 1) * OUTPUT_TOKENS
         vocab_size = _read_vocab_size(model, longest_tokens)
         # The limit keeps vLLM from asking for room for the longest prompt that the model could take.
-        self._max_model_len = max(longest_tokens, _WARM_UP_TOKENS + OUTPUT_TOKENS)
+        self._max_model_len = longest_tokens
         draw = random.Random(_SEED)
         self._document = [draw.randrange(vocab_size) for _ in range(document_tokens)]
         self._follow_ups = [[draw.randrange(vocab_size) for _ in range(FOLLOW_UP_TOKENS)] for _ in range(FOLLOW_UPS)]
-        self._unrelated = [draw.randrange(vocab_size) for _ in range(min(_WARM_UP_TOKENS, document_tokens))]
 
     def first_run(self, store: Path) -> list[Result]:
         """Compute and save every turn."""
@@ -152,14 +157,14 @@ class _Conversation:
         return self._run("after restart", actions, store)
 
     def without_connector(self, prompts: Sequence[list[int]]) -> list[Reference]:
-        """Plain vLLM: every prompt cold, then again from its own prefix cache."""
-        # A kernel's first large prompt is slower than the rest; left in, it would make the cold times look bad.
-        actions: list[Action] = [_generate(prompt=self._unrelated)]
+        """Plain vLLM: the conversation in its course, then every prompt cold and again from vLLM's own cache."""
+        # The course comes first: an engine's first large prompt is slower than the rest, and would flatter the restart.
+        actions = [_generate(prompt=prompt) for prompt in prompts]
         for prompt in prompts:
             actions += [{"reset_local": True}, *[_generate(prompt=prompt)] * (1 + LOCAL_REPEATS)]
-        _, *results = self._run("without connector", actions, None)
-        step = 1 + LOCAL_REPEATS
-        return [(results[i], results[i + 1 : i + step]) for i in range(0, len(results), step)]
+        results = self._run("without connector", actions, None)
+        in_course, rest = results[: len(prompts)], iter(results[len(prompts) :])
+        return [Reference(turn, next(rest), [next(rest) for _ in range(LOCAL_REPEATS)]) for turn in in_course]
 
     def _run(self, description: str, actions: Sequence[Action], store: Path | None) -> list[Result]:
         task = self._progress.add_task(description, total=1 + len(actions))

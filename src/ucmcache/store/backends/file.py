@@ -8,6 +8,7 @@ Nothing but a regular file is ever read as an object; the folders themselves are
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
@@ -41,6 +42,8 @@ from ucmcache.store.backends.file_layout import (
     walk_root,
 )
 from ucmcache.store.backends.file_space import Space
+
+logger = logging.getLogger(__name__)
 
 QUARANTINE_FILES = 16  # kept per bucket for inspection
 
@@ -223,7 +226,7 @@ class _FileBucket:
 
     def _scan(self) -> Iterator[ObjectInfo]:
         with failing_as(f"listing {self._folder.path}"):
-            for file in walk_objects(self._folder.path):
+            for file in walk_objects(self._folder.path, _skip_folder):
                 id = bytes.fromhex(os.path.basename(file.path).removesuffix(OBJECT_SUFFIX))
                 yield ObjectInfo(id, file.length_bytes)
 
@@ -270,3 +273,8 @@ def _refused(url: str, why: str) -> ConfigError:
         f'backend.url is "{url}", but {why}; accepted is file:///absolute/path — write the directory as an absolute '
         "path after file://, without host, query or fragment"
     )
+
+
+def _skip_folder(error: OSError) -> None:
+    # What one folder holds is lost to this process; the rest is not.
+    logger.warning("ucmcache: a folder of the backend cannot be listed and is passed over: %s", error)

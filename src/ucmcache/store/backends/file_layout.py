@@ -123,12 +123,24 @@ def walk_root(root: str) -> Iterator[StoredFile]:
             yield from walk_temporaries(rank.path)
 
 
-def walk_objects(bucket: str) -> Iterator[StoredFile]:
-    """The objects of one bucket folder, each once. Raises OSError."""
+def walk_objects(bucket: str, skip: Callable[[OSError], None] | None = None) -> Iterator[StoredFile]:
+    """The objects of one bucket folder, each once.
+
+    Raises OSError; with `skip`, a sub-folder that cannot be listed is told to it and passed over.
+    """
     for shard in _folders(bucket, _SHARD_NAME):
-        for file in _files(shard.path, _OBJECT_NAME, FileKind.OBJECT):
-            if os.path.basename(file.path).startswith(shard.name):
-                yield file
+        try:
+            files = [
+                file
+                for file in _files(shard.path, _OBJECT_NAME, FileKind.OBJECT)
+                if os.path.basename(file.path).startswith(shard.name)
+            ]
+        except OSError as error:
+            if skip is None:
+                raise
+            skip(error)
+            continue
+        yield from files
 
 
 def walk_quarantine(bucket: str) -> Iterator[StoredFile]:

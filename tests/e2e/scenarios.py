@@ -1,0 +1,353 @@
+"""What happens inside an engine's process; each function takes JSON and returns JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.engine import Engine, transfer_config
+
+VOCAB = 500
+OUTPUT = 12
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+
+def edge_prompts(block: int) -> list[list[int]]:
+    """Prompts at every edge of a block, a long one, and two that share a prefix."""
+    lengths = [block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1, 4 * block + 17]
+    prompts = [tokens(length, seed=length) for length in lengths]
+    shared = tokens(2 * block + 5, seed=77)
+    return [*prompts, [*shared, *tokens(30, seed=1)], [*shared, *tokens(block + 30, seed=2)]]
+
+
+def _engine(arguments: dict[str, Any], connector: bool = True, **options: Any) -> Engine:
+    extra = {"host": {"blocks": "128MiB", "snapshots": "128MiB"}, **arguments.get("extra", {})}
+    transfer = transfer_config(extra, arguments.get("policy", "fail")) if connector else None
+    return Engine(arguments["model"], transfer, **{**arguments.get("options", {}), **options})
+
+
+def legs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Cold, external, local for every edge prompt; then a second turn; then eight at once."""
+    engine = _engine(arguments)
+    block = engine.block_tokens
+    rows: list[dict[str, Any]] = []
+    for prompt in edge_prompts(block):
+        row: dict[str, Any] = {"prompt": len(prompt)}
+        loaded = 0
+        for leg in ("cold", "external", "local"):
+            if leg != "local":
+                engine.reset_local()
+            row[leg] = engine.generate(prompt, OUTPUT)
+            row[leg]["bytes"] = engine.counts["loaded_bytes"] - loaded
+            loaded = engine.counts["loaded_bytes"]
+        rows.append(row)
+    first, answer = conversation(engine)
+    engine.reset_local()
+    second = engine.generate(next_turn(first, answer, block), OUTPUT)
+    engine.reset_local()
+    continued = engine.generate(continuation(first, answer, block), OUTPUT)
+    engine.reset_local()
+    crowd = engine.generate_all(crowd_prompts(block), OUTPUT)
+    result = {
+        "block": block,
+        "rows": rows,
+        "first": first,
+        "answer": answer,
+        "turn": second,
+        "continued": continued,
+        "crowd": crowd,
+        "counts": dict(engine.counts),
+        "jobs": engine.connector._scheduler.jobs_in_flight,
+        "lost_blocks": blocks_not_given_back(engine),
+    }
+    engine.shutdown()
+    return result
+
+
+def first_prompt(block: int) -> list[int]:
+    """What a conversation begins with."""
+    return tokens(block + 40, seed=5)
+
+
+def conversation(engine: Engine) -> tuple[list[int], list[int]]:
+    """A first turn whose answer fills a block beyond the prompt's."""
+    first = first_prompt(engine.block_tokens)
+    return first, engine.generate(first, engine.block_tokens + OUTPUT)["tokens"]
+
+
+def next_turn(first: list[int], answer: list[int], block: int) -> list[int]:
+    """The second turn: the first, what was answered up to a little beyond a block's end, and something new."""
+    return [*first, *answer[: block - 20], *tokens(25, seed=6)]
+
+
+def continuation(first: list[int], answer: list[int], block: int) -> list[int]:
+    """Text that the engine generated itself, cut one token behind a block's end: it must go on as it did then."""
+    return [*first, *answer[: 2 * block - len(first) + 1]]
+
+
+def crowd_prompts(block: int) -> list[list[int]]:
+    """Eight prompts for one batch, each with something to resume from and none adding to another's prefix.
+
+    So all of them start in one step, with a connector as without: some models' numbers depend on the batch.
+    """
+    return [*edge_prompts(block)[2:], first_prompt(block)]
+
+
+def blocks_not_given_back(engine: Engine) -> int:
+    """Blocks missing from the pool after a reset: 0 unless something leaks."""
+    engine.reset_local()
+    return int(engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1 - engine.free_blocks())
+
+
+def again(arguments: dict[str, Any]) -> dict[str, Any]:
+    """After a restart: every edge prompt from disk, then locally, and the second turn."""
+    engine = _engine(arguments)
+    rows = []
+    for prompt in edge_prompts(engine.block_tokens):
+        engine.reset_local()
+        # What this process itself kept must not answer for the disk.
+        disk = engine.generate(prompt, OUTPUT)
+        rows.append({"prompt": len(prompt), "disk": disk, "local": engine.generate(prompt, OUTPUT)})
+    talk = (arguments["first"], arguments["answer"], engine.block_tokens)
+    turn = engine.generate(next_turn(*talk), OUTPUT)
+    engine.reset_local()
+    continued = engine.generate(continuation(*talk), OUTPUT)
+    result = {"rows": rows, "turn": turn, "continued": continued, "counts": dict(engine.counts)}
+    engine.shutdown()
+    return result
+
+
+def reference(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The engine without a connector, its own prefix cache never reset.
+
+    The numbers of some models depend on where a prefill is split, so the fair comparison for a resume is the engine's
+    own resume at the same token. A prompt that shares nothing with an earlier one is computed cold.
+    """
+    if arguments["keeps_states_sparsely"]:
+        arguments["options"]["prefix_cache_retention_interval"] = arguments["block"]
+    engine = _engine(arguments, connector=False)
+    block = engine.block_tokens
+    result: dict[str, Any] = {"rows": [engine.generate(prompt, OUTPUT) for prompt in edge_prompts(block)]}
+    first, result["answer"] = conversation(engine)
+    result["turn"] = engine.generate(next_turn(first, result["answer"], block), OUTPUT)
+    result["crowd"] = engine.generate_all(crowd_prompts(block), OUTPUT)
+    engine.shutdown()
+    return result
+
+
+def mla(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Where the engine cannot continue a prefill from cached context: n-1 tokens or none, and what each gives."""
+    from ucmcache.connector.scheduler import SchedulerSide
+    from ucmcache.connector.transfer import HostTransfer
+
+    saved: dict[tuple[int, int], bytes] = {}
+    mismatches: list[int] = []
+    save, load = HostTransfer.save, HostTransfer.load
+    promises: list[tuple[int, int]] = []
+    lookup = SchedulerSide.lookup
+
+    def watched_save(transfer: HostTransfer, copies: Any) -> None:
+        save(transfer, copies)
+        for copy in copies:
+            saved[copy.group, copy.slot] = transfer._slots[copy.group].rows[copy.slot].tobytes()
+
+    def watched_load(transfer: HostTransfer, copies: Any) -> None:
+        load(transfer, copies)
+        for copy in copies:
+            regions = transfer._units[copy.group].regions
+            block = b"".join(
+                transfer._flat[region.storage][region.offset_bytes + copy.block * region.stride_bytes :][
+                    : region.nbytes
+                ].tobytes()
+                for region in regions
+            )
+            if arguments.get("fresh") and block != saved[copy.group, copy.slot]:
+                mismatches.append(copy.block)
+
+    def watched_lookup(side: SchedulerSide, request: Any, local_tokens: int) -> int | None:
+        answer = lookup(side, request, local_tokens)
+        if answer is not None:
+            promises.append((request.num_tokens, answer))
+        return answer
+
+    setattr(HostTransfer, "save", watched_save)
+    setattr(HostTransfer, "load", watched_load)
+    setattr(SchedulerSide, "lookup", watched_lookup)
+    engine = _engine(arguments, max_num_batched_tokens=4096)
+    rows = []
+    for start in (16, 160, 400):
+        first = tokens(start, seed=start)
+        answer = arguments["answers"][str(start)] if "answers" in arguments else engine.generate(first, 60)["tokens"]
+        for generated in range(15, 36):
+            engine.poison_free()
+            prompt = [*first, *answer[:generated]]
+            one = engine.generate(prompt, 20)
+            # Only a hit of n-1 goes on as the engine did; a prefill from token 0 is its own run.
+            rows.append({"prompt": len(prompt), "expected": answer[generated:][:20], **one})
+        rows[-1]["answer"] = answer
+    result = {
+        "rows": rows,
+        "promises": promises,
+        "mismatches": mismatches,
+        "counts": dict(engine.counts),
+        "answers": {str(start): row["answer"] for start, row in zip((16, 160, 400), rows[20::21], strict=True)},
+        "lost_blocks": blocks_not_given_back(engine),
+    }
+    engine.shutdown()
+    return result
+
+
+def fill(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Compute prompts one by one; tells which files each one left in the store."""
+    engine = _engine(arguments)
+    folder = Path(arguments["folder"])
+    rows = []
+    for seed in range(arguments["prompts"]):
+        before = set(folder.rglob("*.kv"))
+        engine.reset_local()
+        answer = engine.generate(tokens(2 * engine.block_tokens + 50, seed=1000 + seed), OUTPUT)
+        engine.finish()
+        rows.append({"tokens": answer["tokens"], "files": sorted(map(str, set(folder.rglob("*.kv")) - before))})
+    result = {"rows": rows, "block": engine.block_tokens}
+    engine.shutdown()
+    return result
+
+
+def use(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Compute the prompts of `fill` from what is in the store now, each twice, counting what was tried."""
+    engine = _engine(arguments)
+    rows = []
+    for seed in range(arguments["prompts"]):
+        engine.reset_local()
+        before, steps = engine.counts.copy(), engine.steps
+        prompt = tokens(2 * engine.block_tokens + 50, seed=1000 + seed)
+        one = engine.generate(prompt, OUTPUT)
+        rows.append(
+            {
+                **one,
+                "steps": engine.steps - steps,
+                "counts": {name: n - before[name] for name, n in engine.counts.items() if n != before[name]},
+            }
+        )
+        engine.reset_local()
+        rows[-1]["second"] = engine.generate(prompt, OUTPUT)
+    result = {"rows": rows, "lost_blocks": blocks_not_given_back(engine)}
+    engine.shutdown()
+    return result
+
+
+def pressure(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A KV space too small for the batch, then aborts after every number of steps."""
+    engine = _engine(arguments, num_gpu_blocks_override=arguments["blocks"])
+    block = engine.block_tokens
+    preempted = watch_preemptions(engine)
+    names = [engine.add(prompt, arguments["outputs"]) for prompt in pressure_prompts(block)]
+    engine.finish()
+    crowd = [{"tokens": engine.outputs[name], "preempted": preempted.get(engine.ids[name], [])} for name in names]
+    engine.reset_local()
+    baseline = engine.free_blocks()
+    aborted = []
+    prompt = tokens(3 * block + 9, seed=400)
+    for attempt in range(2):
+        for steps in range(8):
+            name = engine.add(prompt, 4)
+            states = {str(engine.scheduler.requests[engine.ids[name]].status)}
+            for _ in range(steps):
+                engine.step()
+                if engine.ids[name] in engine.scheduler.requests:
+                    states.add(str(engine.scheduler.requests[engine.ids[name]].status))
+            engine.abort(name)
+            engine.finish()
+            engine.reset_local()
+            aborted.append({"attempt": attempt, "steps": steps, "states": sorted(states), "free": engine.free_blocks()})
+    after = engine.generate(prompt, OUTPUT)
+    result = {
+        "block": block,
+        "crowd": crowd,
+        "aborted": aborted,
+        "baseline": baseline,
+        "after": after,
+        "jobs": engine.connector._scheduler.jobs_in_flight if engine.connector is not None else 0,
+        "counts": dict(engine.counts),
+    }
+    engine.shutdown()
+    return result
+
+
+def pressure_prompts(block: int) -> list[list[int]]:
+    """The first is the longest, so it is the last ones, still within their second block, that must make room for it."""
+    return [tokens(block + 140 - 30 * i, seed=300 + i) for i in range(5)]
+
+
+def calm(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `pressure` computes, by an engine without a connector that has room for it.
+
+    A preempted request is prefilled anew with all that it had generated; so it is here, from each such point.
+    """
+    engine = _engine(arguments, connector=False)
+    block, outputs = engine.block_tokens, arguments["outputs"]
+    prompts = pressure_prompts(block)
+    crowd = []
+    for prompt, one in zip(prompts, arguments["crowd"], strict=True):
+        parts = []
+        for start in (0, *one["preempted"]):
+            engine.reset_local()
+            parts.append(engine.generate([*prompt, *one["tokens"][:start]], outputs - start)["tokens"])
+        crowd.append(parts)
+    engine.reset_local()
+    after = engine.generate(tokens(3 * block + 9, seed=400), OUTPUT)
+    engine.reset_local()
+    together = engine.generate_all(prompts, outputs)
+    result = {"crowd": crowd, "after": after, "together": [one["tokens"] for one in together]}
+    engine.shutdown()
+    return result
+
+
+def watch_preemptions(engine: Engine) -> dict[str, list[int]]:
+    """By the engine's request id: how many tokens it had generated at each preemption; filled as the engine runs."""
+    seen: dict[str, list[int]] = {}
+    preempt = engine.scheduler._preempt_request
+
+    def watched(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.setdefault(request.request_id, []).append(request.num_output_tokens)
+        return preempt(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = watched
+    return seen
+
+
+def synchronous(arguments: dict[str, Any]) -> dict[str, Any]:
+    """One prompt cold and resumed, with loads answered as synchronous or as they are."""
+    from ucmcache.connector.worker import WorkerSide
+
+    engine = _engine(arguments)
+    if arguments["synchronous"]:
+        lookup = engine.connector.get_num_new_matched_tokens
+        engine.connector.get_num_new_matched_tokens = lambda *args: (lookup(*args)[0], False)
+        # The engine wants to hear only of loads that it waits for.
+        setattr(WorkerSide, "take_finished", lambda worker: (set(), set()))
+    prompt = tokens(engine.block_tokens + 3, seed=1)
+    cold = engine.generate(prompt, OUTPUT)
+    engine.reset_local()
+    result = {"cold": cold, "warm": engine.generate(prompt, OUTPUT), "block": engine.block_tokens}
+    engine.shutdown()
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Command line: scenario, JSON arguments, file for the JSON result."""
+    scenario: Callable[[dict[str, Any]], Any] = globals()[arguments[0]]
+    Path(arguments[2]).write_text(json.dumps(scenario(json.loads(arguments[1]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

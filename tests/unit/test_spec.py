@@ -1,0 +1,268 @@
+"""The spec table against the installed vLLM: every spec class is covered by name or refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ucmcache.coordinator.hit import Prompt, grid_tokens, resolve_hit
+from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, GroupFacts, Kind, SpecRow, bind
+from ucmcache.errors import UnsupportedModelError
+from ucmcache.store.arena import Presence
+
+# Classes of which vLLM makes no group of layers: bases, and the wrapper whose layers have classes of their own.
+NOT_OF_A_LAYER = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
+# Classes that no row covers yet, so that models with them are refused at start. Whoever adds a row removes a name.
+REFUSED = {
+    "CrossAttentionSpec",
+    "EncoderOnlyAttentionSpec",
+    "HiSparseHotSpec",
+    "HiSparseResidentSpec",
+    "HiddenStateCacheSpec",
+    "RSWASpec",
+    "SinkFullAttentionSpec",
+    "SlidingWindowMLASpec",
+}
+
+
+def spec_classes() -> dict[str, type[Any]]:
+    """Every spec class of the installed vLLM, by name."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    return {
+        name: value
+        for name, value in vars(interface).items()
+        if inspect.isclass(value) and issubclass(value, interface.KVCacheSpec) and name not in NOT_OF_A_LAYER
+    }
+
+
+def facts(group: int, spec_class: str, block_tokens: int = 8, **options: Any) -> GroupFacts:
+    spec = SimpleNamespace(sliding_window=20, extra_retained_tokens=0, attention_chunk_size=16)
+    return GroupFacts(group, spec_class, block_tokens, spec, **{"content": "layers", **options})
+
+
+def test_every_spec_class_is_covered_or_refused() -> None:
+    """A vLLM with a new class fails here, until somebody has decided what the class needs."""
+    names = set(spec_classes())
+    assert names == set(SPEC_TABLE) | REFUSED
+    assert not set(SPEC_TABLE) & REFUSED
+
+
+def test_unknown_groups_are_refused_in_one_error_with_the_rows_to_add() -> None:
+    unknown = sorted(REFUSED)
+    groups = [facts(i, name, 16 + i) for i, name in enumerate([*SPEC_TABLE, *unknown])]
+    with pytest.raises(UnsupportedModelError) as error:
+        bind(groups)
+    first, *lines = str(error.value).splitlines()
+    assert "ucmcache.coordinator.spec.SPEC_TABLE" in first
+    assert len(lines) == len(unknown)
+    for i, (line, name) in enumerate(zip(lines, unknown, strict=True), len(SPEC_TABLE)):
+        assert f"group {i} ({name}, {16 + i} tokens a block)" in line
+        assert f'SpecRow("{name}", Kind.' in line
+
+
+def test_the_row_that_the_error_names_is_the_remedy() -> None:
+    row = SpecRow("RSWASpec", Kind.CHAIN, "a test", reach=SPEC_TABLE["FullAttentionSpec"].reach)
+    [bound] = bind([facts(0, "RSWASpec")], {**SPEC_TABLE, "RSWASpec": row})
+    assert bound.spec is row
+
+
+def test_a_subclass_is_not_taken_for_its_parent() -> None:
+    """By exact name: a subclass may free its blocks by other rules, or lay them out otherwise."""
+    classes = spec_classes()
+    subclasses = [
+        name for name, class_ in classes.items() if any(base.__name__ in SPEC_TABLE for base in class_.__mro__[1:])
+    ]
+    assert {"RSWASpec", "SlidingWindowMLASpec", "MLAAttentionSpec"} <= set(subclasses)
+    for name in subclasses:
+        if name in SPEC_TABLE:
+            [bound] = bind([facts(0, name)])
+            assert bound.spec.spec_class == name
+        else:
+            with pytest.raises(UnsupportedModelError, match=name):
+                bind([facts(0, name)])
+
+
+def test_the_class_of_a_real_group_is_its_layers_own() -> None:
+    """Through the connector's reading of vLLM's groups, wrapped in a uniform group or not."""
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    class Derived(type(attention("FullAttentionSpec"))):  # type: ignore[misc]
+        """As a plugin may register one."""
+
+    derived = Derived(
+        **{name: getattr(attention("FullAttentionSpec"), name) for name in ("num_kv_heads", "head_size")},
+        block_size=8,
+        dtype=attention("FullAttentionSpec").dtype,
+    )
+    for group in (group_of(derived), group_of(derived, derived)):
+        found = group_facts(3, group)
+        assert (found.spec_class, found.block_tokens, found.group) == ("Derived", 8, 3)
+        with pytest.raises(UnsupportedModelError, match=r"group 3 \(Derived, 8 tokens a block\)"):
+            bind([found])
+    assert group_facts(0, group_of(attention("MLAAttentionSpec"), attention("MLAAttentionSpec"))).spec_class == (
+        "MLAAttentionSpec"
+    )
+
+
+# -- groups that the engine itself does not keep ----------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """A store that holds every unit of the given groups, and no other."""
+
+    groups: frozenset[int]
+
+    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        return np.full(len(prefixes), Presence.READY if group in self.groups else Presence.ABSENT, dtype=np.uint8)
+
+    def fate(self, group: int, prefix: bytes) -> str | None:
+        return None
+
+
+def resume_tokens(rows: Sequence[BoundRow], held: set[int], num_tokens: int = 101) -> int:
+    unit = 8
+    prompt = Prompt(num_tokens, [b"%d" % i for i in range(num_tokens // unit)], unit)
+    store = Held(frozenset(held))
+    return resolve_hit(prompt, rows, store, store).resume_tokens
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [facts(1, "CircularBufferSpec", 5), facts(1, "HiSparseHotSpec", 2304, cacheable=False)],
+    ids=["a row of kind NONE", "not cacheable, whatever its class"],
+)
+def test_what_is_not_kept_has_no_vote(silent: GroupFacts) -> None:
+    """Field case B12: an odd block size of such a group neither stops the start nor makes resumes coarse."""
+    rows = bind([facts(0, "FullAttentionSpec"), silent, facts(2, "MambaSpec")])
+    assert [row.kind for row in rows] == [Kind.CHAIN, Kind.NONE, Kind.SNAPSHOT]
+    assert grid_tokens(rows) == 8
+    assert resume_tokens(rows, {0, 2}) == 96
+    assert resume_tokens(rows, {0, 1}) == 0  # the states do vote
+    assert resume_tokens(rows, {1, 2}) == 0  # and so do the blocks
+
+
+def test_a_covered_class_that_is_not_cacheable_is_left_alone() -> None:
+    rows = bind([facts(0, "FullAttentionSpec"), facts(1, "SlidingWindowSpec", 3, cacheable=False, draft=True)])
+    assert (rows[1].kind, rows[1].lookahead_blocks) == (Kind.NONE, 0)
+    assert resume_tokens(rows, {0}) == 96
+
+
+def test_a_pool_without_a_vote_is_never_resumed() -> None:
+    assert resume_tokens(bind([facts(0, "CircularBufferSpec")]), {0}) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "spec_values", "kind"),
+    [
+        ({}, {}, Kind.CHAIN),
+        ({"enable_kv_transfer": False}, {}, Kind.NONE),
+        ({}, {"bounded_replay": False}, Kind.CHAIN),
+        ({}, {"bounded_replay": True}, Kind.NONE),
+    ],
+)
+def test_what_a_real_group_says_of_itself(options: dict[str, Any], spec_values: dict[str, Any], kind: Kind) -> None:
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    name = "SlidingWindowMLASpec" if spec_values else "FullAttentionSpec"
+    spec = attention(name, **({"sliding_window": 16, **spec_values} if spec_values else {}))
+    row = SpecRow(name, Kind.CHAIN, "a test", reach=SPEC_TABLE["FullAttentionSpec"].reach)
+    [bound] = bind([group_facts(0, group_of(spec, **options))], {name: row})
+    assert bound.kind is kind
+
+
+# -- how far back a resume reaches ------------------------------------------------------------------------------------
+
+POSITIONS = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=20)
+
+
+def manager(class_name: str, **figures: int) -> Any:
+    """One of vLLM's block managers, with only what its rule reads."""
+    managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    made = object.__new__(getattr(managers, class_name))
+    vars(made).update(figures)
+    return made
+
+
+def assert_reach(row: BoundRow, engine: Any, positions: Sequence[int]) -> None:
+    found = row.first_needed(np.array(positions, dtype=np.int64)).tolist()
+    assert found == [engine.get_num_skipped_tokens(p) for p in positions]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 16), st.integers(0, 64), POSITIONS)
+def test_a_window_reaches_as_far_as_the_engine_keeps_it(window: int, extra: int, positions: list[int]) -> None:
+    spec = SimpleNamespace(sliding_window=window, extra_retained_tokens=extra)
+    [row] = bind([replace(facts(0, "SlidingWindowSpec"), spec=spec)])
+    engine = manager("SlidingWindowManager", sliding_window=window, extra_retained_tokens=extra)
+    assert_reach(row, engine, [*positions, window - 1, window, window + 1])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 16), POSITIONS)
+def test_a_chunk_reaches_as_far_as_the_engine_keeps_it(chunk: int, positions: list[int]) -> None:
+    [row] = bind([replace(facts(0, "ChunkedLocalAttentionSpec"), spec=SimpleNamespace(attention_chunk_size=chunk))])
+    engine = manager("ChunkedLocalAttentionManager", attention_chunk_size=chunk)
+    assert_reach(row, engine, [*positions, chunk - 1, chunk, chunk + 1])
+
+
+@given(POSITIONS)
+def test_full_attention_reaches_to_the_start(positions: list[int]) -> None:
+    for name in ("FullAttentionSpec", "MLAAttentionSpec"):
+        [row] = bind([facts(0, name)])
+        assert_reach(row, manager("FullAttentionManager"), positions)
+
+
+def test_figures_are_read_from_the_engines_own_spec() -> None:
+    """A figure that a row names and the class lacks would be read as 0: too little would be asked for."""
+    from dataclasses import fields
+
+    classes = spec_classes()
+    for name, row in SPEC_TABLE.items():
+        assert set(row.figures) <= {field.name for field in fields(classes[name])}, name
+        assert (row.reach is not None) == (row.kind is Kind.CHAIN), name
+
+
+# -- drafters, seeds --------------------------------------------------------------------------------------------------
+
+
+def test_a_drafters_group_needs_the_block_after() -> None:
+    """Its KV of a token also depends on the next token, so a block ends one token before it is certain."""
+    rows = bind([facts(0, "FullAttentionSpec"), facts(1, "FullAttentionSpec", draft=True)])
+    assert [row.lookahead_blocks for row in rows] == [0, 1]
+    assert resume_tokens(rows, {0, 1}) == 88
+    assert resume_tokens(rows[:1], {0, 1}) == 96
+    assert bind([facts(0, "MambaSpec", draft=True)])[0].lookahead_blocks == 0
+
+
+def test_a_real_drafters_group_is_known_as_one() -> None:
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    spec = attention("FullAttentionSpec")
+    assert [group_facts(0, group_of(spec, is_eagle_group=draft)).draft for draft in (False, True)] == [False, True]
+
+
+def test_a_seed_names_the_content_and_not_the_index() -> None:
+    base = facts(0, "FullAttentionSpec", 8, content="a")
+    [seed] = (row.seed for row in bind([base]))
+    others = [
+        facts(0, "FullAttentionSpec", 8, content="b"),
+        facts(0, "FullAttentionSpec", 16, content="a"),
+        facts(0, "MambaSpec", 8, content="a"),
+    ]
+    seeds = [row.seed for other in others for row in bind([other])]
+    assert len({seed, *seeds}) == 4
+    assert [row.seed for row in bind([replace(base, group=5)])] == [seed]
