@@ -82,8 +82,8 @@ def foreign(files: list[Path]) -> None:
     files[0].write_bytes(b"\x80\x04\x95 something else entirely")
 
 
-# What is done to a prompt's files, and how it is counted. A file that is gone before the start is a plain miss; a folder
-# that cannot be listed or written is passed over at the start, and counted when it is next written to.
+# What is done to a prompt's files, and how it is counted. A file that is gone before the start is a plain miss; a
+# folder that cannot be listed or written is passed over at the start, and counted when it is next written to.
 DAMAGES: dict[str, tuple[Callable[[list[Path]], object], str | None]] = {
     "deleted": (lambda files: files[0].unlink(), None),
     "truncated": (lambda files: cut(files, 100), "failures/stage:length"),

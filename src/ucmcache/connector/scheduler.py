@@ -38,6 +38,7 @@ class _Tracked:
     asked_s: float | None = None  # since when its lookups answer "ask again"
     impatient: bool = False  # the deadline passed: no more waiting for this request
     staged: bool = False  # it waited for the backend, so its hit came from there
+    staging: int = 0  # units on their way for it
     failed: bool = False  # a load failed: no more promises for this request
     loaded_tokens: int = 0  # loaded, not yet run
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
@@ -122,12 +123,15 @@ class SchedulerSide:
         tracked.resume_tokens = 0
         prompt = self._prompt(tracked, local_tokens)
         hit = self._coordinator.lookup(prompt)
-        if hit.pending and not tracked.impatient:
+        # Also when a unit failed and the others no longer matter: one that is still on its way when the engine computes
+        # it anew would not be saved, and might fail as well.
+        if (hit.pending or tracked.staging > 0) and not tracked.impatient:
             if tracked.asked_s is None:
                 tracked.asked_s = self._clock()
             if self._clock() - tracked.asked_s < self._config.promise_deadline_s:
                 tracked.staged = True
-                self._wanted[request.request_id] = self._coordinator.needed(prompt, hit.reachable_tokens)
+                if hit.pending:
+                    self._wanted[request.request_id] = self._coordinator.needed(prompt, hit.reachable_tokens)
                 return None
             tracked.impatient = True
             self.counters.add("late_lookups", 1)
@@ -205,7 +209,9 @@ class SchedulerSide:
                 if tracked := self._requests.get(request_id):
                     tracked.impatient = True
                 return
-            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), self._epoch)
+            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), self._epoch, request_id=request_id)
+            if tracked := self._requests.get(request_id):
+                tracked.staging += 1
             plan.stages.append(StageJob(job, key, slots[0]))
 
     def _plan_saves(self, plan: StepPlan, tracked: _Tracked, scheduled: int, drafts: int, state: Any) -> None:
@@ -218,8 +224,7 @@ class SchedulerSide:
                 continue
             # Not beyond where this step starts: rejected drafts and streamed input can take a request back.
             first = min(tracked.columns.get(row.group, 0), start // row.block_tokens)
-            units = self._coordinator.missing_blocks(prompt, row, first, end)
-            tracked.columns[row.group] = max(first, min(end, prompt.hashed_tokens) // row.block_tokens)
+            units, tracked.columns[row.group] = self._coordinator.missing_blocks(prompt, row, first, end)
             if units:
                 table = table if table is not None else state.get_block_ids(tracked.request.request_id)
             for unit in units:
@@ -295,6 +300,8 @@ class SchedulerSide:
             tracked.loaded_tokens = 0 if cause else job.tokens
 
     def _stage_ended(self, job: Job, cause: str) -> None:
+        if tracked := self._requests.get(job.request_id):
+            tracked.staging -= 1
         for key, slot in job.units:
             store = self._coordinator.store_of(key)
             if cause:

@@ -62,17 +62,22 @@ class Coordinator:
             units += [Placed(self._block_key(prompt, row, column), column) for column in columns]
         return units
 
-    def missing_blocks(self, prompt: Prompt, row: BoundRow, first_column: int, computed_tokens: int) -> list[Placed]:
-        """Full blocks of a chain row from `first_column` on that are computed, hashed and kept nowhere yet."""
+    def missing_blocks(
+        self, prompt: Prompt, row: BoundRow, first_column: int, computed_tokens: int
+    ) -> tuple[list[Placed], int]:
+        """Full blocks of a chain row from `first_column` on that are computed, hashed and kept nowhere yet.
+
+        Also returns the column to look from next time: a block that is still on its way may turn out not to arrive.
+        """
         size = row.block_tokens
         last = min(computed_tokens, prompt.hashed_tokens) // size
         if last <= first_column:
-            return []
+            return [], first_column
         codes = self.blocks.presence(row.group, prompt.prefixes(first_column * size, last * size, size))
-        return [
-            Placed(self._block_key(prompt, row, column), column)
-            for column in (np.flatnonzero(codes == Presence.ABSENT) + first_column).tolist()
-        ]
+        columns = (np.flatnonzero(codes == Presence.ABSENT) + first_column).tolist()
+        pending = np.flatnonzero(codes == Presence.PENDING)
+        onward = first_column + int(pending[0]) if pending.size else last
+        return [Placed(self._block_key(prompt, row, column), column) for column in columns], onward
 
     def missing_states(self, prompt: Prompt, position_tokens: int) -> list[Placed]:
         """The states of all snapshot rows at a grid position that are kept nowhere yet, in the running column."""
