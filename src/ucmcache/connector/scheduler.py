@@ -42,6 +42,7 @@ class _Tracked:
     failed: bool = False  # a load failed: no more promises for this request
     loaded_tokens: int = 0  # loaded, not yet run
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
+    lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
     state_tokens: int = 0  # position of the last state taken from a running column
 
 
@@ -138,14 +139,18 @@ class SchedulerSide:
         tracked.asked_s = None
         tracked.local_tokens = local_tokens
         tracked.resume_tokens = hit.resume_tokens
-        for cause, tokens in hit.lost.items():
-            self.counters.add("lost_tokens", tokens, cause)
+        tracked.lost = hit.lost
         return hit.resume_tokens - local_tokens
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine made room for `external_tokens`: pin their slots and plan their load."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or external_tokens == 0:
+        if tracked is None:
+            return
+        for cause, tokens in tracked.lost.items():
+            self.counters.add("lost_tokens", tokens, cause)
+        tracked.lost = {}
+        if external_tokens == 0:
             return
         resume = tracked.local_tokens + external_tokens
         slots: list[tuple[UnitKey, int]] = []

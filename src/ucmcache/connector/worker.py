@@ -42,8 +42,9 @@ from ucmcache.store.backend import Backend, Bucket, open_backend
 logger = logging.getLogger(__name__)
 
 _IO_THREADS = 2
-# How long an idle step waits for storage, so that an engine with nothing to compute does not spin.
-_IDLE_WAIT_S = 0.002
+# How long an idle step waits for storage: an engine with nothing to compute neither spins nor takes a step per unit, and
+# a request that arrives meanwhile waits no longer than this.
+_IDLE_WAIT_S = 0.005
 _SHUTDOWN_S = 10.0
 
 
@@ -169,9 +170,9 @@ class WorkerSide:
 
     def poll(self, idle: bool) -> None:
         """Collect finished copies; in an idle step, first give storage a moment."""
-        if idle and self._io and not self._running and not self._results:
+        if idle and self._io and not self._running:
             with self._progress:
-                self._progress.wait(_IDLE_WAIT_S)
+                self._progress.wait_for(lambda: not self._io, _IDLE_WAIT_S)
         for _ in range(len(self._running)):
             running = self._running.popleft()
             try:

@@ -1,0 +1,126 @@
+"""The promise rule: only verified bytes in host memory are promised, and nobody waits for them past the deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from tests.sim.engine import VOCAB, SimEngine
+from tests.sim.test_resume import HOST, MIXES, assert_at_rest
+from ucmcache.store import record
+from ucmcache.store.testing import SlowBackend
+
+PROMPT = [i * 7 % VOCAB for i in range(70)]
+
+
+@pytest.fixture
+def stored(hybrid: Path, tmp_path: Path) -> dict[str, Any]:
+    """Configuration of a backend that holds PROMPT."""
+    extra = {**HOST, "backend": {"url": tmp_path.as_uri()}}
+    engine = SimEngine(MIXES["all"], hybrid, extra)
+    assert engine.generate("cold", PROMPT) == SimEngine.expected(PROMPT, 4)
+    assert_at_rest(engine)
+    engine.close()
+    return extra
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
+    """Reads from the backend wait for this."""
+    opened = Event()
+    read = record.read_into
+
+    def held(*args: Any) -> bool:
+        opened.wait(30)
+        return read(*args)
+
+    monkeypatch.setattr(record, "read_into", held)
+    yield opened
+    opened.set()
+
+
+def test_a_lookup_answers_ask_again_until_the_bytes_are_here(hybrid: Path, stored: dict[str, Any], gate: Event) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "1h"})
+    engine.add("one", PROMPT)
+    for _ in range(20):
+        engine.step()
+    request = engine.requests["one"]
+    assert engine.scheduler.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert engine.counts.get("promised_tokens", 0) == 0
+    gate.set()
+    engine.run()
+    assert engine.counts["promised_tokens"] == engine.counts["adopted_tokens"] == 64
+    assert engine.outputs["one"] == SimEngine.expected(PROMPT, 4)
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_past_the_deadline_the_request_recomputes(hybrid: Path, stored: dict[str, Any], gate: Event) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "50ms"})
+    engine.add("late", PROMPT)
+    while "late" not in engine.reasons:
+        engine.step()
+    assert engine.outputs["late"] == SimEngine.expected(PROMPT, 4)
+    assert engine.counts["late_lookups"] == 1
+    assert "promised_tokens" not in engine.counts
+    assert engine.counts["lost_tokens/late"] == 64
+    # What arrives after all is of use to the next one.
+    gate.set()
+    engine.run()
+    engine.reset_local()
+    assert engine.generate("next", PROMPT) == SimEngine.expected(PROMPT, 4)
+    assert engine.counts["adopted_tokens"] == 64
+    engine.close()
+
+
+def test_others_run_while_one_waits(hybrid: Path, stored: dict[str, Any], gate: Event) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "1h"})
+    engine.add("waits", PROMPT)
+    other = [3] * 40
+    engine.add("runs", other)
+    for _ in range(30):
+        engine.step()
+    assert engine.outputs["runs"] == SimEngine.expected(other, 4)
+    assert "waits" not in engine.reasons
+    engine.abort("waits")
+    gate.set()
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_slow_backend_costs_time_only(hybrid: Path, stored: dict[str, Any]) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, stored)
+    side = engine.ranks[0].connector._worker
+    side._backend = SlowBackend(side._backend, delay_s=0.02)
+    assert engine.generate("slow", PROMPT) == SimEngine.expected(PROMPT, 4)
+    assert engine.counts["adopted_tokens"] == 64
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_lookups_are_idempotent_and_take_no_pins(hybrid: Path, stored: dict[str, Any]) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, stored)
+    engine.generate("warm up", PROMPT)
+    engine.reset_local()
+    engine.add("asked", PROMPT)
+    connector, request = engine.scheduler.connector, engine.requests["asked"]
+    answers = {connector.get_num_new_matched_tokens(request, 0) for _ in range(1000)}
+    assert answers == {(64, True)}
+    assert engine.side.coordinator.blocks.pinned_slots == engine.side.coordinator.states.pinned_slots == 0
+    engine.run()
+    assert engine.outputs["asked"] == SimEngine.expected(PROMPT, 4)
+    engine.close()
+
+
+def test_reading_can_be_switched_off_by_a_request(hybrid: Path, stored: dict[str, Any]) -> None:
+    engine = SimEngine(MIXES["all"], hybrid, stored)
+    engine.add("no reading", PROMPT)
+    engine.requests["no reading"].skip_reading_prefix_cache = True
+    engine.run()
+    assert engine.outputs["no reading"] == SimEngine.expected(PROMPT, 4)
+    assert "read_bytes" not in engine.counts
+    engine.close()
