@@ -716,8 +716,8 @@ def main() -> int:
     neighbour_cpus = max(row["neighbour_cpus"] for row in [*ttft, *no_hit])
     if (arguments.threads or os.cpu_count() or 1) + neighbour_cpus > (os.cpu_count() or 1) + _NEIGHBOURS_TOLERATED:
         print(
-            "WARNING: engines and neighbours wanted more CPUs than there are, so these times mean little; "
-            "wait for a quiet machine, or leave CPUs to the neighbours with --threads"
+            "WARNING: in some rows (see neighbours) more CPUs were wanted than there are: their times mean little. "
+            "Wait for a quiet machine, or leave CPUs to the neighbours with --threads."
         )
     print_goals(goals)
     write_report(arguments.json_file, [*ttft, *no_hit], goals, conditions=conditions)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
+
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ucmcache.errors import ConfigError, ContractError
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
-from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence, plan_arenas
+from ucmcache.store.arena import Arena, ArenaPlan, Owner, PagedMemory, Presence, plan_arenas
 from ucmcache.store.block import BlockStore
 from ucmcache.store.eviction import Clock
 from ucmcache.store.snapshot import SnapshotStore
@@ -196,3 +200,27 @@ def test_budget_is_divided_by_what_is_of_use_together() -> None:
 def test_a_budget_too_small_for_one_of_each_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"host\.blocks is 100 bytes.*take 600 bytes.*raise host\.blocks"):
         plan_arenas("host.blocks", 100, {0: (300, 16), 1: (300, 16)}, True)
+
+
+def test_pages_ahead_of_use_change_no_content() -> None:
+    memory = PagedMemory(200 << 20)
+    content = np.frombuffer(memory.buffer, dtype=np.uint8)
+    content[:] = 7
+    while memory.behind:
+        memory.advance()
+    assert memory._ready_bytes == PagedMemory._WINDOW_BYTES
+    memory.use(190 << 20)
+    while memory.behind:
+        memory.advance()
+    assert memory._ready_bytes == 200 << 20  # never beyond the end
+    assert (content == 7).all()
+
+
+def test_pages_ahead_of_use_are_had_without_a_touch() -> None:
+    memory = PagedMemory(32 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    while memory.behind:
+        memory.advance()
+    np.frombuffer(memory.buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
+    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert touched < (32 << 20) // mmap.PAGESIZE // 4, "every page still faulted when it was touched"

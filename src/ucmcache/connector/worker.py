@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ucmcache.config import Config
@@ -36,16 +35,24 @@ from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer
 from ucmcache.errors import BackendError, RecordError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
-from ucmcache.store.arena import SlotMemory
+from ucmcache.store.arena import PagedMemory, SlotMemory
 from ucmcache.store.backend import Backend, Bucket, open_backend
 
 logger = logging.getLogger(__name__)
 
 _IO_THREADS = 2
-# How long an idle step waits for storage: an engine with nothing to compute neither spins nor takes a step per unit, and
-# a request that arrives meanwhile waits no longer than this.
+# How long an idle step waits for storage: an engine with nothing to compute neither spins nor takes a step per unit,
+# and a request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT_S = 0.005
 _SHUTDOWN_S = 10.0
+# Few enough that both threads get some, enough that a task's own cost does not count.
+_STAGES_A_TASK = 4
+
+
+def _advance(lagging: Sequence[PagedMemory]) -> None:
+    for paged in lagging:
+        while paged.behind:
+            paged.advance()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,8 @@ class WorkerSide:
         self._facts: WorkerFacts | None = None
         self._setup: Setup | None = None
         self._slots: dict[int, SlotMemory] = {}
+        self._paged: dict[int, PagedMemory] = {}
+        self._paging: Future[None] | None = None
         self._transfer: Transfer | None = None
         self._running: deque[_Running] = deque()
         self._results: deque[Result] = deque()  # appended to by I/O threads too
@@ -124,8 +133,9 @@ class WorkerSide:
                 memory = SlotMemory(plan, tensor.numpy())
                 pinned.update(dict.fromkeys(plan.groups, tensor.view(plan.slots, plan.slot_bytes)))
             else:
-                # Untouched pages of fresh memory cost nothing, so an arena is paid for as it fills.
-                memory = SlotMemory(plan, np.empty(size, dtype=np.uint8))
+                paged = PagedMemory(size)
+                memory = SlotMemory(plan, paged.buffer)
+                self._paged.update(dict.fromkeys(plan.groups, paged))
             self._slots.update(dict.fromkeys(plan.groups, memory))
         if on_cuda:
             device = next(storage.device for storage in self._storages.flat if storage.is_cuda)
@@ -151,10 +161,22 @@ class WorkerSide:
             self._set_up(plan.setup)
         if plan.clear:
             self._clear_bucket()
-        for stage in plan.stages:
-            self._submit(self._stage, stage)
+        for start in range(0, len(plan.stages), _STAGES_A_TASK):
+            self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK])
         for load in plan.loads:
             self._load(load)
+        self._page_ahead(plan)
+
+    def _page_ahead(self, plan: StepPlan) -> None:
+        for group, slot in [
+            *((save.key.group, save.copy.slot) for save in plan.saves),
+            *((stage.key.group, stage.slot) for stage in plan.stages),
+        ]:
+            if group in self._paged:
+                self._paged[group].use((slot + 1) * self._slots[group].plan.slot_bytes)
+        lagging = [paged for paged in set(self._paged.values()) if paged.behind]
+        if lagging and (self._paging is None or self._paging.done()):
+            self._paging = self._executor.submit(_advance, lagging)
 
     def end(self, plan: StepPlan) -> None:
         """Start the saves of this step, whose bytes the forward just wrote."""
@@ -231,6 +253,10 @@ class WorkerSide:
                 self._results.append(Result(save.job, Phase.WRITTEN, cause or "reset"))
             else:
                 self._submit(self._write, save, self._clearing)
+
+    def _stage_all(self, stages: Sequence[StageJob]) -> None:
+        for stage in stages:
+            self._stage(stage)
 
     def _stage(self, stage: StageJob) -> None:
         try:

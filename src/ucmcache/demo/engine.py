@@ -29,6 +29,8 @@ Action = Mapping[str, Any]
 SETTLE_LIMIT_S = 30.0
 _WARM_UP_TOKENS = 48  # below every block size but MLA's, so that it leaves nothing to find
 _LOG_TAIL_LINES = 25
+# Before the first measurement: what an engine does in the background once it is up is not part of a request.
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class _Engine:
         self._requests = 0
         self._context: list[int] = []  # the last prompt and its output
         self._warm_up(llm.model_config.get_vocab_size())
+        time.sleep(_PAUSE_S)
         self.ready = {
             "start_s": time.perf_counter() - started,
             "max_model_len": llm.model_config.max_model_len,
