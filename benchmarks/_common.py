@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ucmcache.demo.report import Goal, provenance
 _STAT = Path("/proc/stat")
 _IDLE_FIELDS = (3, 4)  # idle and iowait; guest time is part of user time
 _COUNTED_FIELDS = 8
+_NEIGHBOURS_TOLERATED = 0.25  # CPUs that other processes may want beyond those there are
 
 
 def options(description: str) -> argparse.ArgumentParser:
@@ -34,6 +36,16 @@ def below(name: str, value: float, limit: float, unit: str = "ratio") -> Goal:
     """A goal that is met up to `limit`."""
     value = round(value, 4)
     return Goal(name, value, f"<= {limit:g}", unit, value <= limit)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, as tables show them."""
+    return f"{seconds * 1000:,.1f}"
+
+
+def median_ratio(times: Iterable[float], references: Iterable[float]) -> float:
+    """The median of ratios between neighbours, which what else the machine did met alike."""
+    return statistics.median(one / other for one, other in zip(times, references, strict=True))
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -68,6 +80,17 @@ def write_report(path: Path | None, rows: Sequence[Mapping[str, Any]], goals: Se
         **further,
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def warn_if_busy(rows: Sequence[Mapping[str, Any]], threads: int | None) -> None:
+    """Say so if more CPUs were wanted than there are; `threads` is what the benchmark took, None for all."""
+    cpus = os.cpu_count() or 1
+    wanted = (threads or cpus) + max(row["neighbour_cpus"] for row in rows)
+    if wanted > cpus + _NEIGHBOURS_TOLERATED:
+        print(
+            "WARNING: in some rows (see neighbours) more CPUs were wanted than there are: their times mean little. "
+            "Wait for a quiet machine, or leave CPUs to the neighbours with --threads."
+        )
 
 
 class Neighbours:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ucmcache.connector.messages import UnitCopy
-from ucmcache.connector.transfer import StreamTransfer
+from ucmcache.connector.transfer import StreamTransfer, Ticket
 
 BLOCKS, SLOTS, SEEDS = 6, 4, 500
 
@@ -91,8 +91,8 @@ def simulate(seed: int, without: str = "") -> int:
     device = FakeDevice(rng, without)
     transfer = StreamTransfer(device)
     free_blocks, free_slots = list(range(BLOCKS)), list(range(SLOTS))
-    saves: list[tuple[object, int, int, int]] = []
-    loads: list[tuple[object, int, int, int]] = []
+    saves: list[tuple[Ticket, int, int, int]] = []
+    loads: list[tuple[Ticket, int, int, int]] = []
     ready: dict[int, int] = {}
     for value in range(1, 60):
         action = rng.random()
@@ -139,3 +139,23 @@ def test_no_legal_interleaving_moves_wrong_bytes() -> None:
 )
 def test_every_wait_is_needed(rule: str) -> None:
     assert sum(simulate(seed, without=rule) for seed in range(SEEDS)) > 0
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_copies_before_a_failing_one_keep_their_memory_until_they_are_done(direction: str) -> None:
+    """A copy list that fails halfway: what was submitted still runs, so the ticket is not done before."""
+    device = FakeDevice(random.Random(1))
+    transfer = StreamTransfer(device)
+    copies: list[UnitCopy] = [UnitCopy(0, 1, 1), UnitCopy(0, 2, 2)]
+
+    def fail_at_second(stream: str, copy: UnitCopy) -> None:
+        if copy.slot == 2:
+            raise RuntimeError("no more")
+        FakeDevice.copy_out(device, stream, copy)
+
+    device.copy_out = device.copy_in = fail_at_second  # type: ignore[method-assign]
+    ticket = getattr(transfer, direction)(copies)
+    assert isinstance(ticket.error, RuntimeError)
+    assert not transfer.done(ticket)
+    device.drain()
+    assert transfer.done(ticket)

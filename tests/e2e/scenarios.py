@@ -121,7 +121,17 @@ def again(arguments: dict[str, Any]) -> dict[str, Any]:
     turn = engine.generate(next_turn(*talk), OUTPUT)
     engine.reset_local()
     continued = engine.generate(continuation(*talk), OUTPUT)
-    result = {"rows": rows, "turn": turn, "continued": continued, "counts": dict(engine.counts)}
+    result = {
+        "rows": rows,
+        "turn": turn,
+        "continued": continued,
+        "counts": dict(engine.counts),
+        "metrics": {
+            metric.name: metric.value
+            for metric in engine.llm.get_metrics()
+            if metric.name.startswith("vllm:ucmcache_") and not metric.labels.get("cause")
+        },
+    }
     engine.shutdown()
     return result
 

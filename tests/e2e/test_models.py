@@ -27,7 +27,7 @@ def test_cold_external_local_and_restarted_agree(shape: str, checkpoint: Checkpo
     first = run("legs", arguments)
     arguments |= {key: first[key] for key in ("block", "first", "answer")}
     plain = run("reference", arguments)
-    second = run("again", arguments)
+    second = run("again", {**arguments, "options": {**arguments["options"], "disable_log_stats": False}})
     block = first["block"]
     for cold, warm, expected in zip(first["rows"], second["rows"], plain["rows"], strict=True):
         length = cold["prompt"]
@@ -55,5 +55,8 @@ def test_cold_external_local_and_restarted_agree(shape: str, checkpoint: Checkpo
     assert len(first["crowd"]) == 8
     assert all(one["external"] for one in first["crowd"])
     assert second["counts"]["read_bytes"] > 0
+    # vLLM's own Prometheus registry tells the same.
+    for name in ("promised_tokens", "loaded_tokens", "adopted_tokens", "loaded_bytes", "read_bytes"):
+        assert second["metrics"][f"vllm:ucmcache_{name}"] == second["counts"][name] > 0
     assert first["jobs"] == first["lost_blocks"] == 0
     assert not [name for name in (*first["counts"], *second["counts"]) if name.startswith("failures")]

@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.store.clear()
+        self.store.clear(b"m" * 16)
         self.ghosts += [(key, slot, 0, True) for key, slot in self.loading.items()]
         self.ghosts += [(key, self.ready[key], n, False) for key, n in self.pins.items() if n]
         self.loading, self.ready, self.pins, self.stored = {}, {}, {}, set()

@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,7 @@ class SimEngine:
         retention_interval: int = 0,
         chunked_prefill: bool = True,
         mutate: Callable[[Any], None] | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.order = order
@@ -147,6 +149,9 @@ class SimEngine:
         self.config.scheduler_config.enable_chunked_prefill = chunked_prefill
         if mutate is not None:
             mutate(self.config)
+        self.asynchronous = asynchronous  # plan a step while the one before it is still computed
+        self.config.scheduler_config.async_scheduling = asynchronous
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         self.scheduler = self._scheduler()
         self.ranks = [self._rank(rank, num_blocks, layout) for rank in range(ranks)]
         facts = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.ranks)}
@@ -226,13 +231,15 @@ class SimEngine:
     def _scheduler(self) -> Any:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(self.hash_block_tokens, hash_fn)
-        return Scheduler(
+        scheduler_class = AsyncScheduler if self.asynchronous else Scheduler
+        return scheduler_class(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -295,7 +302,7 @@ class SimEngine:
     def run(self, max_steps: int = 2000) -> None:
         """Step until every request has ended and nothing is in flight."""
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps")
@@ -332,7 +339,17 @@ class SimEngine:
         }
         results = [self._worker_step(worker, rank, output, tables, starts) for rank, worker in enumerate(self.ranks)]
         sampled = self._sample(output)
-        runner_output = self._runner_output(sampled, results)
+        self._in_flight.append((output, self._runner_output(sampled, results)))
+        if not self.asynchronous or len(self._in_flight) > 1 or not output.num_scheduled_tokens:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Give the scheduler the results of the oldest step in flight, and of empty ones behind it."""
+        self._update(*self._in_flight.popleft())
+        while self._in_flight and not self._in_flight[0][0].num_scheduled_tokens:
+            self._update(*self._in_flight.popleft())
+
+    def _update(self, output: Any, runner_output: Any) -> None:
         for request_outputs in self.scheduler.update_from_output(output, runner_output).values():
             for one in request_outputs.outputs:
                 if one.request_id not in self.outputs:
@@ -371,7 +388,11 @@ class SimEngine:
             done = request.num_computed_tokens  # after this step
             sampled[request_id] = []
             if done >= request.num_tokens:
-                sampled[request_id] = [self.tokens[request_id].digests[done] % VOCAB]
+                tokens = self.tokens[request_id]
+                sampled[request_id] = [tokens.digests[done] % VOCAB]
+                if len(tokens.digests) == done + 1:
+                    # The worker goes on with it, whether or not the scheduler knows it yet.
+                    tokens.extend(sampled[request_id])
         return sampled
 
     def _worker_step(

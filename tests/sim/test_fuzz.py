@@ -28,6 +28,7 @@ class Life:
         self.sparse = any(group.kind in ("state", "window") for group in groups)  # groups that vLLM keeps sparsely
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.texts: list[list[int]] = [self._tokens(self.random.randrange(1, 90)) for _ in range(4)]
+        self.asynchronous = seed % 3 == 2
         self.faults = False
         self.added = self.finished = self.adopted = self.restarts = 0
         self.engine = self._start()
@@ -51,6 +52,7 @@ class Life:
             ranks=self.ranks,
             order=self.random.choice(["v1", "v2"]),
             policy="recompute",
+            asynchronous=self.asynchronous,
             retention_interval=self.random.choice([0, 16]) if self.sparse else 0,
         )
         for worker in engine.ranks:

@@ -233,19 +233,90 @@ def test_without_chunked_prefill_all_but_the_last_token_or_nothing(start: Start)
         engine.reset_local()
 
 
-def test_reset_forgets_everything(start: Start, tmp_path: Path) -> None:
+def test_a_reset_engine_goes_on_under_an_identity_of_its_own(start: Start, tmp_path: Path) -> None:
+    """Weights may have changed in place, which nothing else tells: nothing crosses a reset in either direction."""
     engine = start(MIXES["all"], disk(tmp_path))
-    prompt = prompt_of(100)
-    engine.generate("cold", prompt)
+    before, after = prompt_of(100), prompt_of(100, seed=1)
+    engine.generate("before", before)
     engine.run()
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.kv")}
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert engine.generate("after reset", prompt) == SimEngine.expected(prompt, 4)
+    assert engine.generate("the same after", before) == SimEngine.expected(before, 4)
     assert "adopted_tokens" not in engine.counts
+    engine.generate("after", after)
     engine.run()
     engine.reset_local()
-    assert engine.generate("saved anew", prompt) == SimEngine.expected(prompt, 4)
-    assert engine.counts["adopted_tokens"] == 96
+    engine.generate("after, again", after)
+    assert engine.counts["adopted_tokens"] == 96  # it still serves itself
+    assert_at_rest(engine)
     engine.close()
+    assert {path: path.read_bytes() for path in files} == files  # and harms nobody else
     other = start(MIXES["all"], disk(tmp_path))
-    other.generate("restart", prompt)
+    other.generate("after, elsewhere", after)
+    assert "adopted_tokens" not in other.counts
+    other.generate("before, elsewhere", before)
     assert other.counts["adopted_tokens"] == 96
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_what_was_computed_before_a_reset_is_not_kept_after_it(start: Start, tmp_path: Path, steps: int) -> None:
+    """A reset while a request waits, loads, prefills or decodes: nothing that it goes on to compute is kept."""
+    engine = start(MIXES["all"], disk(tmp_path), max_step_tokens=32)
+    prompt = prompt_of(100)
+    engine.generate("known", prompt)
+    engine.reset_local()
+    engine.add("running", [*prompt[:70], *prompt_of(60, seed=3)], 12)
+    for _ in range(steps):
+        engine.step()
+    started = engine.requests["running"].num_computed_tokens > 0
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    saved = engine.counts.get("saved_blocks", 0)
+    engine.run()
+    if started:
+        assert engine.counts.get("saved_blocks", 0) == saved
+        assert engine.side.coordinator.blocks.free_slots == sum(
+            arena.plan.slots for arena in engine.side.coordinator.blocks.arenas
+        )
+    assert_at_rest(engine)
+
+
+def test_decode_states_are_kept_under_asynchronous_scheduling(start: Start) -> None:
+    """There a step is planned before its last token is known, so the state's name comes a step after the state."""
+    for asynchronous in (False, True):
+        engine = start(MIXES["state"], asynchronous=asynchronous)
+        prompt = prompt_of(20)
+        answer = engine.generate("turn 1", prompt, 30)
+        assert answer == SimEngine.expected(prompt, 30)
+        turn_2 = [*prompt, *answer, *prompt_of(6, seed=2)]
+        assert engine.reset_local()
+        assert engine.generate("turn 2", turn_2) == SimEngine.expected(turn_2, 4)
+        assert engine.counts["adopted_tokens"] == 48
+        assert_at_rest(engine)
+
+
+def test_a_step_without_its_end_costs_only_its_saves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pipeline stages never call wait_for_save under speculative decoding: their saves fail, nothing leaks."""
+    engine = start(MIXES["all"], ranks=2)
+    monkeypatch.setattr(engine.ranks[0].connector, "wait_for_save", lambda: None)
+    prompt = prompt_of(100)
+    for name in ("one", "two"):
+        assert engine.generate(name, prompt) == SimEngine.expected(prompt, 4)
+        engine.reset_local()
+    engine.generate("another", prompt_of(5))  # the step in which the last one's saves are found not to have begun
+    assert "saved_blocks" not in engine.counts
+    assert_at_rest(engine)
+
+
+def test_no_host_memory_is_no_cache(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("nothing left to pin")
+
+    monkeypatch.setattr("ucmcache.connector.worker.PagedMemory", fail)
+    engine = start(MIXES["all"])
+    prompt = prompt_of(100)
+    for name in ("one", "two"):
+        assert engine.generate(name, prompt) == SimEngine.expected(prompt, 4)
+        engine.reset_local()
+    assert engine.counts["failures/setup:MemoryError"] == 1
+    assert "adopted_tokens" not in engine.counts
+    assert_at_rest(engine)

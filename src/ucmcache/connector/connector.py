@@ -45,7 +45,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = Adapters()
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerSide(self._config, kv_cache_config, worker_rank(vllm_config))
-            atexit.register(self._worker.shutdown)
+            atexit.register(self._worker.shutdown)  # an engine may end without calling `shutdown`
         else:
             self._config.check_fits(available_host_bytes())
 

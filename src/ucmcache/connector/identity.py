@@ -211,6 +211,10 @@ class Adapters:
             self._loaded[id_] = None
         return self._loaded[id_]
 
+    def is_current(self, id_: int, fingerprint: bytes) -> bool:
+        """Whether the engine still computes this adapter id with what `fingerprint` stands for."""
+        return self._loaded.get(id_) == fingerprint
+
 
 def request_hashes(request: Any, adapters: Adapters) -> tuple[Callable[[], Sequence[bytes]], bool]:
     """How to get a request's prefix hashes, and whether the request must bypass the cache.
@@ -234,6 +238,8 @@ def request_hashes(request: Any, adapters: Adapters) -> tuple[Callable[[], Seque
     mixed: list[bytes] = []
 
     def hashes() -> Sequence[bytes]:
+        if not adapters.is_current(lora.lora_int_id, fingerprint):
+            return ()  # reloaded in place while this request runs
         engine_hashes = request.block_hashes
         # A streaming session takes its last hashes back; each stands for all before it.
         while seen and (len(seen) > len(engine_hashes) or seen[-1] != engine_hashes[len(seen) - 1]):

@@ -37,7 +37,10 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every worker needs before its first job; carried by the first plan."""
+    """What every worker needs before its first job; carried by the first plan, and by the first one after a reset.
+
+    Only the namespace differs then: arenas are made once.
+    """
 
     namespace: bytes
     fields: Mapping[str, str]
@@ -90,7 +93,6 @@ class StepPlan(KVConnectorMetadata):
     saves: list[SaveJob] = field(default_factory=list)
     stages: list[StageJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
-    clear: bool = False  # forget everything of this namespace, also in the backend
     idle: bool = False  # no tokens are computed in this step, so waiting a little hurts nobody
 
 

@@ -7,8 +7,9 @@ to one job and ends with that job's last result.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ucmcache.config import Config
@@ -18,12 +19,22 @@ from ucmcache.connector.metrics import Counters
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.hit import Prompt
 from ucmcache.coordinator.spec import Kind
-from ucmcache.keys import SnapshotKey, UnitKey
+from ucmcache.keys import Namespace, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
 
 # A backend that never answers must not keep an idle engine awake for ever.
 _DRAIN_S = 30.0
 _NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unnamed:
+    """States at a position whose hash the engine does not have yet: under asynchronous scheduling, its last token is
+    still to be sampled when the step that computes on it is planned."""
+
+    position_tokens: int
+    table: Mapping[int, Sequence[int]]  # group -> the block, held until the states are saved or given up
+    blocks: Sequence[Any]
 
 
 @dataclass(slots=True)
@@ -33,8 +44,8 @@ class _Tracked:
     request: Any
     hashes: Callable[[], Sequence[bytes]]
     bypass: bool  # its content is not covered by the engine's hashes
+    epoch: int  # resets before its present computation began: what it computed before a later one is not kept
     local_tokens: int = 0
-    resume_tokens: int = 0  # promised and not yet loaded
     asked_s: float | None = None  # since when its lookups answer "ask again"
     impatient: bool = False  # the deadline passed: no more waiting for this request
     staged: bool = False  # it waited for the backend, so its hit came from there
@@ -44,6 +55,7 @@ class _Tracked:
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
     lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
     state_tokens: int = 0  # position of the last state taken from a running column
+    unnamed: list[_Unnamed] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -68,7 +80,8 @@ class SchedulerSide:
     ) -> None:
         self._config = config
         self._coordinator = coordinator
-        self._setup: Setup | None = setup
+        self._setup = setup
+        self._send_setup = True
         self._hash_block_tokens = hash_block_tokens
         self._only_last = only_last
         self._speculative = speculative
@@ -79,7 +92,6 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._jobs = Ledger(world_size, clock)
         self._epoch = 0
-        self._clear = False
         self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
         self._evicted_seen = 0
@@ -103,25 +115,22 @@ class SchedulerSide:
 
     def track(self, request: Any, hashes: Callable[[], Sequence[bytes]], bypass: bool) -> None:
         """A new request; `hashes` gives its prefix hashes as they grow."""
-        self._requests[request.request_id] = _Tracked(request, hashes, bypass)
-
-    def knows(self, request_id: str) -> bool:
-        """Whether the request is tracked."""
-        return request_id in self._requests
+        self._requests[request.request_id] = _Tracked(request, hashes, bypass, self._epoch)
 
     def forget(self, request_id: str) -> None:
         """The request ended; its jobs in flight end on their own."""
-        self._requests.pop(request_id, None)
         self._wanted.pop(request_id, None)
+        if tracked := self._requests.pop(request_id, None):
+            self._give_up_unnamed(tracked)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
         tracked = self._requests.get(request.request_id)
         self._wanted.pop(request.request_id, None)
+        if tracked is not None:
+            self._start_over(tracked)
         if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
-        tracked.columns.clear()  # nothing is computed yet, or no longer (preemption)
-        tracked.resume_tokens = 0
         prompt = self._prompt(tracked, local_tokens)
         hit = self._coordinator.lookup(prompt)
         # Also when a unit failed and the others no longer matter: one that is still on its way when the engine computes
@@ -130,15 +139,14 @@ class SchedulerSide:
             if tracked.asked_s is None:
                 tracked.asked_s = self._clock()
             if self._clock() - tracked.asked_s < self._config.promise_deadline_s:
-                tracked.staged = True
                 if hit.pending:
                     self._wanted[request.request_id] = self._coordinator.needed(prompt, hit.reachable_tokens)
                 return None
             tracked.impatient = True
             self.counters.add("late_lookups", 1)
+        tracked.staged = tracked.asked_s is not None
         tracked.asked_s = None
         tracked.local_tokens = local_tokens
-        tracked.resume_tokens = hit.resume_tokens
         tracked.lost = hit.lost
         return hit.resume_tokens - local_tokens
 
@@ -171,7 +179,6 @@ class SchedulerSide:
             slots, (Phase.LOADED,), self._epoch, request_id=request.request_id, tokens=external_tokens
         )
         self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
-        tracked.resume_tokens = resume
         self.counters.add("promised_tokens", external_tokens)
 
     def from_backend(self, request_id: str) -> bool:
@@ -183,8 +190,8 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """All work of the step that `output` describes."""
-        plan = StepPlan(setup=self._setup, clear=self._clear, idle=output.total_num_scheduled_tokens == 0)
-        self._setup, self._clear = None, False
+        plan = StepPlan(setup=self._setup if self._send_setup else None, idle=output.total_num_scheduled_tokens == 0)
+        self._send_setup = False
         plan.loads, self._loads = self._loads, []
         for request_id in list(self._wanted):
             self._plan_stages(plan, request_id, self._wanted.pop(request_id))
@@ -193,12 +200,14 @@ class SchedulerSide:
             drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
             for request_id, scheduled in output.num_scheduled_tokens.items():
                 tracked = self._requests.get(request_id)
-                if tracked is not None and not tracked.bypass:
-                    self._adopt(tracked)
+                if tracked is None:
+                    continue
+                self._adopt(tracked)
+                if self._keeps(tracked):
                     self._plan_saves(plan, tracked, scheduled, len(drafts.get(request_id, ())), state)
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
-                if tracked is not None and not tracked.bypass:
+                if tracked is not None and self._keeps(tracked):
                     self._plan_offers(plan, tracked, offers)
         return plan
 
@@ -233,14 +242,52 @@ class SchedulerSide:
             if units:
                 table = table if table is not None else state.get_block_ids(tracked.request.request_id)
             for unit in units:
-                self._plan_copies(plan, [unit], table)
+                if not self._plan_copies(plan, [unit], table):
+                    break  # no room: nor is there for the blocks behind it
+        self._plan_unnamed(plan, tracked, prompt)
         if drafts or not self._coordinator.on_grid(end) or not self._exact(tracked, end):
             return
         if self._coordinator.retention.wants(end, tracked.state_tokens):
-            units = self._coordinator.missing_states(prompt, end)
             tracked.state_tokens = end
+            table = table if table is not None else state.get_block_ids(tracked.request.request_id)
+            if end > prompt.hashed_tokens:
+                self._hold_unnamed(tracked, end, table)
+            elif units := self._coordinator.missing_states(prompt, end):
+                self._plan_copies(plan, units, table)
+
+    def _hold_unnamed(self, tracked: _Tracked, end: int, table: Sequence[Sequence[int]] | None) -> None:
+        """Keep the running columns' blocks: a column that is full is not written to again."""
+        columns = self._coordinator.state_columns(end)
+        if table is None or not columns or any(column >= len(table[group]) for group, column in columns):
+            return
+        held = {group: table[group][column] for group, column in columns}
+        if _NULL_BLOCK not in held.values():
+            blocks = [block for block_id in held.values() for block in self._hold(block_id)]
+            tracked.unnamed.append(_Unnamed(end, {group: [block] for group, block in held.items()}, blocks))
+
+    def _plan_unnamed(self, plan: StepPlan, tracked: _Tracked, prompt: Prompt) -> None:
+        """Save the held states whose hash is known by now."""
+        for one in [one for one in tracked.unnamed if one.position_tokens <= prompt.hashed_tokens]:
+            tracked.unnamed.remove(one)
+            units = self._coordinator.missing_states(prompt, one.position_tokens)
             if units:
-                self._plan_copies(plan, units, table or state.get_block_ids(tracked.request.request_id))
+                self._plan_copies(plan, [Placed(key, 0) for key, _ in units], one.table)
+            self._pool.free_blocks(one.blocks)
+
+    def _give_up_unnamed(self, tracked: _Tracked) -> None:
+        for one in tracked.unnamed:
+            self._pool.free_blocks(one.blocks)
+        tracked.unnamed.clear()
+
+    def _start_over(self, tracked: _Tracked) -> None:
+        """Nothing of the request is computed yet, or no longer (preemption)."""
+        self._give_up_unnamed(tracked)
+        tracked.columns.clear()
+        tracked.state_tokens = 0
+        tracked.epoch = self._epoch
+
+    def _keeps(self, tracked: _Tracked) -> bool:
+        return not tracked.bypass and tracked.epoch == self._epoch
 
     def _exact(self, tracked: _Tracked, end: int) -> bool:
         # With drafts in the engine, num_computed_tokens may count tokens whose acceptance is still open; a prefill's
@@ -262,23 +309,24 @@ class SchedulerSide:
         plan: StepPlan,
         units: Sequence[Placed],
         table: Sequence[Sequence[int]] | Mapping[int, Sequence[int]] | None,
-    ) -> None:
-        """Save units that are of use only together: all of them, or none."""
+    ) -> bool:
+        """Save units that are of use only together: all of them, or none. False if there is no room for them."""
         if table is None:
-            return
+            return True
         blocks = [table[key.group][column] if column < len(table[key.group]) else _NULL_BLOCK for key, column in units]
         if _NULL_BLOCK in blocks:
-            return  # behind a window: saved when it filled, or never to be had
+            return True  # behind a window: saved when it filled, or never to be had
         keys = [key for key, _ in units]
         store = self._coordinator.store_of(keys[0])
         slots = store.reserve(keys)
         if slots is None:
             self.counters.add("refused_units", len(units))
-            return
+            return False
         for key, slot, block in zip(keys, slots, blocks, strict=True):
             store.pin(key.group, slot)
             job = self._jobs.start([(key, slot)], self._save_phases, self._epoch, blocks=self._hold(block))
             plan.saves.append(SaveJob(job, key, UnitCopy(key.group, slot, block)))
+        return True
 
     def _adopt(self, tracked: _Tracked) -> None:
         self.counters.add("adopted_tokens", tracked.loaded_tokens)
@@ -306,7 +354,7 @@ class SchedulerSide:
 
     def _stage_ended(self, job: Job, cause: str) -> None:
         if tracked := self._requests.get(job.request_id):
-            tracked.staging -= 1
+            tracked.staging = max(tracked.staging - 1, 0)
         for key, slot in job.units:
             store = self._coordinator.store_of(key)
             if cause:
@@ -338,15 +386,24 @@ class SchedulerSide:
 
     def busy(self) -> bool:
         """Whether results are still to come that the engine should stay awake for."""
-        return self._clear or bool(self._loads) or self._jobs.any_younger_than(_DRAIN_S)
+        return bool(self._loads) or self._jobs.any_younger_than(_DRAIN_S)
 
     def reset(self) -> None:
-        """Forget everything, in host memory and in the backend; what is in flight will not be found afterwards."""
+        """Forget everything; what was computed or stored before is not found afterwards by this engine.
+
+        An engine is reset when its weights change in place, which its identity cannot tell. So it goes on under an
+        identity of its own: what the backend holds stays right for the weights that it was computed with.
+        """
         self._epoch += 1
-        self._clear = self._has_backend
         self._wanted.clear()
-        self._coordinator.blocks.clear()
-        self._coordinator.states.clear()
+        for tracked in self._requests.values():
+            self._give_up_unnamed(tracked)
+        fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
+        namespace = Namespace(fields).digest
+        self._setup = replace(self._setup, namespace=namespace, fields=fields)
+        self._send_setup = True
+        self._coordinator.blocks.clear(namespace)
+        self._coordinator.states.clear(namespace)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""

@@ -11,8 +11,8 @@ forward that wrote it has returned. `StreamTransfer` submits to a device and hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +23,23 @@ from ucmcache.connector.messages import UnitCopy
 from ucmcache.store.arena import SlotMemory
 
 
-class Transfer(Protocol):
-    """Moves units. Tickets are opaque; a ticket is polled until `done`."""
+class Ticket(NamedTuple):
+    """Submitted copies. With an `error`, some were not submitted; those that were still end with `event`."""
 
-    def save(self, copies: Sequence[UnitCopy]) -> Any:
+    event: Any
+    error: Exception | None = None
+
+
+class Transfer(Protocol):
+    """Moves units. A ticket is polled until `done`, also one with an error: its memory is in use until then."""
+
+    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
         """Engine blocks -> host slots, after everything that the compute stream was given so far."""
 
-    def load(self, copies: Sequence[UnitCopy]) -> Any:
+    def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         """Host slots -> engine blocks, after everything that the compute stream was given so far."""
 
-    def done(self, ticket: Any) -> bool:
+    def done(self, ticket: Ticket) -> bool:
         """Whether the copies of a ticket are finished; never blocks."""
 
 
@@ -44,7 +51,7 @@ class HostTransfer:
         self._units = units
         self._slots = slots
 
-    def save(self, copies: Sequence[UnitCopy]) -> None:
+    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
             row = self._slots[group].rows[slot]
             at = 0
@@ -52,8 +59,9 @@ class HostTransfer:
                 begin = offset + block * stride
                 row[at : at + nbytes] = self._flat[storage][begin : begin + nbytes]
                 at += nbytes
+        return Ticket(None)
 
-    def load(self, copies: Sequence[UnitCopy]) -> None:
+    def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
             row = self._slots[group].rows[slot]
             at = 0
@@ -61,8 +69,9 @@ class HostTransfer:
                 begin = offset + block * stride
                 self._flat[storage][begin : begin + nbytes] = row[at : at + nbytes]
                 at += nbytes
+        return Ticket(None)
 
-    def done(self, ticket: None) -> bool:
+    def done(self, ticket: Ticket) -> bool:
         return True
 
 
@@ -91,20 +100,24 @@ class StreamTransfer:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def save(self, copies: Sequence[UnitCopy]) -> Any:
-        self._device.wait("save", self._device.record("compute"))
-        for copy in copies:
-            self._device.copy_out("save", copy)
-        return self._device.record("save")
+    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
+        return self._submit("save", self._device.copy_out, copies)
 
-    def load(self, copies: Sequence[UnitCopy]) -> Any:
-        self._device.wait("load", self._device.record("compute"))
-        for copy in copies:
-            self._device.copy_in("load", copy)
-        return self._device.record("load")
+    def load(self, copies: Sequence[UnitCopy]) -> Ticket:
+        return self._submit("load", self._device.copy_in, copies)
 
-    def done(self, ticket: Any) -> bool:
-        return self._device.reached(ticket)
+    def done(self, ticket: Ticket) -> bool:
+        return self._device.reached(ticket.event)
+
+    def _submit(self, stream: str, copy_one: Callable[[str, UnitCopy], None], copies: Sequence[UnitCopy]) -> Ticket:
+        self._device.wait(stream, self._device.record("compute"))
+        error = None
+        try:
+            for copy in copies:
+                copy_one(stream, copy)
+        except Exception as raised:
+            error = raised
+        return Ticket(self._device.record(stream), error)
 
 
 class CudaDevice:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from ucmcache.connector.messages import (
     WorkerReport,
 )
 from ucmcache.connector.metrics import Counters
-from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Transfer
-from ucmcache.errors import BackendError, RecordError
+from ucmcache.connector.pool import DaemonPool
+from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Ticket, Transfer
+from ucmcache.errors import BackendError, ContractError, RecordError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
 from ucmcache.store.arena import PagedMemory, SlotMemory
@@ -57,10 +58,10 @@ def _advance(lagging: Sequence[PagedMemory]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A submitted group of copies and whose they are."""
+    """A submitted group of copies, whose they are, and the namespace they were computed under."""
 
-    ticket: Any
-    epoch: int
+    ticket: Ticket
+    setup: Setup
     saves: tuple[SaveJob, ...] = ()
     load: LoadJob | None = None
 
@@ -84,7 +85,7 @@ class WorkerSide:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
-        self._executor = executor or ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ucmcache-io")
+        self._executor = executor or DaemonPool(_IO_THREADS, "ucmcache-io")
         self._backend = backend
         if backend is None and config.backend is not None:
             self._backend = open_backend(config.backend.url, config.backend.capacity_bytes)
@@ -99,8 +100,7 @@ class WorkerSide:
         self._running: deque[_Running] = deque()
         self._results: deque[Result] = deque()  # appended to by I/O threads too
         self._io: set[Future[None]] = set()
-        self._epoch = 0  # counts resets: what was saved before one is not written after it
-        self._clearing: Future[None] | None = None
+        self._unstarted: tuple[SaveJob, ...] = ()  # of the plan whose `end` is still to come
         self._progress = threading.Condition()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -123,7 +123,17 @@ class WorkerSide:
         return self._facts
 
     def _set_up(self, setup: Setup) -> None:
-        self._setup = setup
+        first, self._setup = self._setup is None, setup
+        if first:
+            try:
+                self._make_arenas(setup)
+            except Exception as error:
+                # Every job will fail and be counted; the engine computes on.
+                self.counters.failure("setup", error)
+        if self._backend is not None:
+            self._submit(self._describe, setup)
+
+    def _make_arenas(self, setup: Setup) -> None:
         on_cuda = any(storage.is_cuda for storage in self._storages.flat)
         pinned: dict[int, torch.Tensor] = {}
         for plan in (*setup.block_arenas, *setup.state_arenas):
@@ -142,8 +152,6 @@ class WorkerSide:
             self._transfer = StreamTransfer(CudaDevice(device, self._storages, self._units, pinned))
         else:
             self._transfer = HostTransfer(self._storages, self._units, self._slots)
-        if self._backend is not None:
-            self._submit(self._describe, setup)
 
     def _describe(self, setup: Setup) -> None:
         # Only for people and for warnings at a later start; bytes do not depend on it.
@@ -159,10 +167,11 @@ class WorkerSide:
         """Start what does not wait for this step's forward: stages and loads."""
         if plan.setup is not None:
             self._set_up(plan.setup)
-        if plan.clear:
-            self._clear_bucket()
+        # A runner may leave a step without its end (pipeline stages under speculative decoding on vLLM's V1 runner).
+        self._saves_failed(self._unstarted, "no_end")
+        self._unstarted = tuple(plan.saves)
         for start in range(0, len(plan.stages), _STAGES_A_TASK):
-            self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK])
+            self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK], self._setup)
         for load in plan.loads:
             self._load(load)
         self._page_ahead(plan)
@@ -180,15 +189,14 @@ class WorkerSide:
 
     def end(self, plan: StepPlan) -> None:
         """Start the saves of this step, whose bytes the forward just wrote."""
-        if not plan.saves:
+        saves, self._unstarted = self._unstarted, ()
+        if not saves:
             return
-        saves = tuple(plan.saves)
         try:
-            ticket = self._ready_transfer().save([save.copy for save in saves])
+            transfer, setup = self._ready()
+            self._running.append(_Running(transfer.save([save.copy for save in saves]), setup, saves=saves))
         except Exception as error:
-            self._copies_done(_Running(None, self._epoch, saves=saves), self.counters.failure("save", error))
-            return
-        self._running.append(_Running(ticket, self._epoch, saves=saves))
+            self._saves_failed(saves, self.counters.failure("save", error))
 
     def poll(self, idle: bool) -> None:
         """Collect finished copies; in an idle step, first give storage a moment."""
@@ -198,10 +206,10 @@ class WorkerSide:
         for _ in range(len(self._running)):
             running = self._running.popleft()
             try:
-                if not self._ready_transfer().done(running.ticket):
+                if not self._ready()[0].done(running.ticket):
                     self._running.append(running)
                     continue
-                cause = ""
+                cause = self.counters.failure("copy", running.ticket.error) if running.ticket.error else ""
             except Exception as error:
                 cause = self.counters.failure("copy", error)
             self._copies_done(running, cause)
@@ -225,8 +233,8 @@ class WorkerSide:
         cause = "broken" if load.broken else ""
         if not cause:
             try:
-                ticket = self._ready_transfer().load(load.copies)
-                self._running.append(_Running(ticket, self._epoch, load=load))
+                transfer, setup = self._ready()
+                self._running.append(_Running(transfer.load(load.copies), setup, load=load))
                 return
             except Exception as error:
                 cause = self.counters.failure("load", error)
@@ -243,25 +251,27 @@ class WorkerSide:
     def _copies_done(self, running: _Running, cause: str) -> None:
         if running.load is not None:
             self._load_done(running.load, cause)
+        if cause:
+            self._saves_failed(running.saves, cause)
+            return
         for save in running.saves:
-            self._results.append(Result(save.job, Phase.COPIED, cause))
-            if not cause:
-                self.counters.add("saved_bytes", self._units[save.copy.group].unit_bytes)
-            if self._backend is None:
-                continue
-            if cause or running.epoch != self._epoch:
-                self._results.append(Result(save.job, Phase.WRITTEN, cause or "reset"))
-            else:
-                self._submit(self._write, save, self._clearing)
+            self._results.append(Result(save.job, Phase.COPIED))
+            self.counters.add("saved_bytes", self._units[save.copy.group].unit_bytes)
+            if self._backend is not None:
+                self._submit(self._write, save, running.setup)
 
-    def _stage_all(self, stages: Sequence[StageJob]) -> None:
+    def _saves_failed(self, saves: Sequence[SaveJob], cause: str) -> None:
+        phases = (Phase.COPIED,) if self._backend is None else (Phase.COPIED, Phase.WRITTEN)
+        self._results.extend(Result(save.job, phase, cause) for save in saves for phase in phases)
+
+    def _stage_all(self, stages: Sequence[StageJob], setup: Setup | None) -> None:
         for stage in stages:
-            self._stage(stage)
+            self._stage(stage, setup)
 
-    def _stage(self, stage: StageJob) -> None:
+    def _stage(self, stage: StageJob, setup: Setup | None) -> None:
         try:
             payload = self._payload(stage.key, stage.slot)
-            cause = "" if record.read_into(self._bucket(), self._record_key(stage.key), payload) else "gone"
+            cause = "" if record.read_into(*self._record(stage.key, setup), payload) else "gone"
             if cause:
                 self.counters.add("failures", 1, "stage:gone")
             else:
@@ -272,50 +282,33 @@ class WorkerSide:
             cause = self.counters.failure("stage", error)
         self._results.append(Result(stage.job, Phase.STAGED, cause))
 
-    def _write(self, save: SaveJob, clearing: Future[None] | None) -> None:
-        if clearing is not None:
-            wait([clearing])  # what is written after a reset must outlive its clearing
+    def _write(self, save: SaveJob, setup: Setup) -> None:
         cause = ""
         try:
             payload = self._payload(save.key, save.copy.slot)
-            self.counters.add("written_bytes", record.write(self._bucket(), self._record_key(save.key), payload))
+            self.counters.add("written_bytes", record.write(*self._record(save.key, setup), payload))
         except Exception as error:
             cause = self.counters.failure("write", error)
         self._results.append(Result(save.job, Phase.WRITTEN, cause))
 
-    def _clear_bucket(self) -> None:
-        self._epoch += 1
-        self._clearing = self._submit(self._clear_after, tuple(self._io))
-
-    def _clear_after(self, earlier: tuple[Future[None], ...]) -> None:
-        wait(earlier)
-        try:
-            self._bucket().clear()
-        except Exception as error:
-            self.counters.failure("clear", error)
-
     # -- shared ---------------------------------------------------------------------------------------------------
 
-    def _ready_transfer(self) -> Transfer:
-        if self._transfer is None:
-            raise RuntimeError("a job arrived before the plan that sets this worker up")
-        return self._transfer
-
-    def _bucket(self) -> Bucket:
-        # Opened anew for every job, which is free: a backend that could not be opened once is not given up.
-        if self._backend is None or self._setup is None:
-            raise BackendError("there is no backend, or it is closed")
-        return self._backend.bucket(self._setup.namespace, self._rank)
+    def _ready(self) -> tuple[Transfer, Setup]:
+        if self._transfer is None or self._setup is None:
+            raise ContractError("there is no host memory: its set-up failed, or a job came before it")
+        return self._transfer, self._setup
 
     def _payload(self, key: UnitKey, slot: int) -> memoryview:
         return self._slots[key.group].view(slot, self._units[key.group].unit_bytes)
 
-    def _record_key(self, key: UnitKey) -> record.RecordKey:
-        if self._setup is None:
-            raise RuntimeError("a record is named before the plan that sets this worker up")
-        return record.RecordKey(
-            namespace=self._setup.namespace,
-            group_seed=self._setup.seeds[key.group],
+    def _record(self, key: UnitKey, setup: Setup | None) -> tuple[Bucket, record.RecordKey]:
+        """Where a unit's record is, and its key, under the namespace that the job was planned with."""
+        if self._backend is None or setup is None:
+            raise BackendError("there is no backend, or it is closed")
+        # Opened anew for every job, which is free: a backend that could not be opened once is not given up.
+        return self._backend.bucket(setup.namespace, self._rank), record.RecordKey(
+            namespace=setup.namespace,
+            group_seed=setup.seeds[key.group],
             kind="snapshot" if isinstance(key, SnapshotKey) else "block",
             prefix=key.prefix,
             parent=key.parent,

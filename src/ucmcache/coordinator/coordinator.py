@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
 from ucmcache.coordinator.retention import Retention
 from ucmcache.coordinator.spec import BoundRow, Kind
@@ -37,6 +38,7 @@ class Coordinator:
         self.rows = tuple(row for row in rows if row.kind is not Kind.NONE)
         self.blocks = blocks
         self.states = states
+        self.directory = CheckpointDirectory(self.rows, states)
         self.retention = retention
         self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
 
@@ -46,7 +48,7 @@ class Coordinator:
 
     def lookup(self, prompt: Prompt) -> Hit:
         """Where the prompt can be resumed; takes no pins and changes nothing."""
-        return resolve_hit(prompt, self.rows, self.blocks, self.states)
+        return resolve_hit(prompt, self.rows, self.blocks, self.directory)
 
     def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
         """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
@@ -83,17 +85,22 @@ class Coordinator:
         """The states of all snapshot rows at a grid position that are kept nowhere yet, in the running column."""
         if not self.on_grid(position_tokens) or position_tokens > prompt.hashed_tokens:
             return []
-        placed = []
-        for row in self.rows:
-            if row.kind is Kind.SNAPSHOT:
-                key = self._state_key(prompt, row, position_tokens)
-                if self.states.presence(row.group, [key.prefix])[0] == Presence.ABSENT:
-                    placed.append(Placed(key, (position_tokens - 1) // row.block_tokens))
-        return placed
+        placed = [
+            Placed(self._state_key(prompt, row, position_tokens), (position_tokens - 1) // row.block_tokens)
+            for row in self.rows
+            if row.kind is Kind.SNAPSHOT
+        ]
+        return [one for one in placed if self.states.presence(one.key.group, [one.key.prefix])[0] == Presence.ABSENT]
 
     def on_grid(self, position_tokens: int) -> bool:
         """Whether every chain has a block that ends at the position, so that a resume there is possible at all."""
-        return position_tokens > 0 and position_tokens % self.grid_tokens == 0
+        return position_tokens > 0 and self.grid_tokens > 0 and position_tokens % self.grid_tokens == 0
+
+    def state_columns(self, position_tokens: int) -> list[tuple[int, int]]:
+        """(group, column) of every snapshot row's running state at a position."""
+        return [
+            (row.group, (position_tokens - 1) // row.block_tokens) for row in self.rows if row.kind is Kind.SNAPSHOT
+        ]
 
     def _block_key(self, prompt: Prompt, row: BoundRow, column: int) -> BlockKey:
         end = (column + 1) * row.block_tokens

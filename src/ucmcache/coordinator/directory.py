@@ -1,7 +1,7 @@
-"""CheckpointDirectory: which states there are for a prompt, by position.
+"""CheckpointDirectory: at which positions of a prompt there are states, by (group, position, prefix hash).
 
-An index of what the SnapshotStore holds, never a second authority: it is asked, not told. A state whose chain is gone
-is simply out of reach, since resolve_hit never reaches its position.
+An index of what the SnapshotStore holds, never a second authority beside it: it is rebuilt by asking, so a state whose
+chain is gone needs no invalidation (resolve_hit never reaches its position), and nothing is lost with the process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ucmcache.coordinator.hit import PresenceOf, Prompt
 from ucmcache.coordinator.spec import BoundRow, Kind
@@ -16,11 +17,22 @@ from ucmcache.store.arena import Presence
 
 
 class CheckpointDirectory:
-    """Positions at which a prompt's recurrent state is kept, in every snapshot group at once."""
+    """What resolve_hit asks of states: a position counts for a group where it counts for all of them.
+
+    A prefix hash stands for one position, so a state never answers for another prefix at the same position.
+    """
 
     def __init__(self, rows: Sequence[BoundRow], states: PresenceOf) -> None:
         self._rows = [row for row in rows if row.kind is Kind.SNAPSHOT]
         self._states = states
+
+    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        """Presence code of a group's state at each prefix, as uint8."""
+        return self._states.presence(group, prefixes)
+
+    def fate(self, group: int, prefix: bytes) -> str | None:
+        """Why a state is not here, or None if there never was one."""
+        return self._states.fate(group, prefix)
 
     def positions(self, prompt: Prompt, step_tokens: int) -> list[int]:
         """Token positions, ascending multiples of `step_tokens`, where all snapshot groups have this prefix's state."""

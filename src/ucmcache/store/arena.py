@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -98,6 +97,7 @@ class Arena:
         self._index: dict[int, dict[bytes, int]] = {group: {} for group in plan.groups}
         # Forgotten while somebody still reads or writes them: out of the index, freed when that ends.
         self._doomed: set[int] = set()
+        self._evictable_slots = 0  # committed and unpinned
 
     @property
     def free_slots(self) -> int:
@@ -128,11 +128,7 @@ class Arena:
 
     def has_room(self, count: int) -> bool:
         """Whether `count` slots can be reserved now, by evicting if needed."""
-        missing = count - len(self._free)
-        if missing <= 0:
-            return True
-        evictable = (slot for slot in range(self.plan.slots) if self._evictable(slot))
-        return sum(1 for _ in islice(evictable, missing)) == missing
+        return count <= len(self._free) + self._evictable_slots
 
     def reserve(self, owners: Sequence[Owner]) -> list[int] | None:
         """One slot for each owner, evicting if needed; None, with nothing changed, if so many cannot be had.
@@ -162,6 +158,7 @@ class Arena:
         self._expect(slot, self._LOADING, "commit")
         self._state[slot] = self._READY
         self._policy.add(slot)
+        self._evictable_slots += not self._pins[slot]
         self._free_if_doomed(slot)
 
     def abort(self, slot: int) -> None:
@@ -184,6 +181,7 @@ class Arena:
         """Keep the slot's content until `unpin`; pins count."""
         if self._state[slot] == self._FREE:
             raise ContractError(f"slot {slot} is pinned but holds nothing")
+        self._evictable_slots -= self._evictable(slot)
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
@@ -191,6 +189,7 @@ class Arena:
         if not self._pins[slot]:
             raise ContractError(f"slot {slot} is unpinned more often than it was pinned")
         self._pins[slot] -= 1
+        self._evictable_slots += self._evictable(slot)
         self._free_if_doomed(slot)
 
     def forget(self) -> None:
@@ -226,6 +225,7 @@ class Arena:
             raise ContractError(f"slot {slot} is dropped but holds nothing")
         if self._state[slot] == self._READY:
             self._policy.remove(slot)
+            self._evictable_slots -= not self._pins[slot]
         if slot in self._doomed:
             self._doomed.discard(slot)
         else:

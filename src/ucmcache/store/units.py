@@ -117,8 +117,9 @@ class UnitStore:
         """Empty slots, over all arenas."""
         return sum(arena.free_slots for arena in self.arenas)
 
-    def clear(self) -> None:
-        """Forget everything at once; reservations and pins in flight end as usual, with nothing to be found."""
+    def clear(self, namespace: bytes) -> None:
+        """Forget everything and go on under another namespace; what is in flight ends as usual, and is not found."""
+        self._namespace = namespace
         for arena in self.arenas:
             arena.forget()
         self._stored.clear()
