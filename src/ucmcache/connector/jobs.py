@@ -36,6 +36,7 @@ class Ledger:
 
     def __init__(self, world_size: int, clock: Callable[[], float]) -> None:
         self._world_size = world_size
+        self.epoch = 0  # resets so far
         self._clock = clock
         self._jobs: dict[int, Job] = {}
         self._next = 0
@@ -47,7 +48,6 @@ class Ledger:
         self,
         units: Sequence[tuple[UnitKey, int]],
         phases: Iterable[Phase],
-        epoch: int,
         *,
         blocks: Sequence[Any] = (),
         request_id: str = "",
@@ -57,7 +57,7 @@ class Ledger:
         number = self._next
         self._next += 1
         waiting = dict.fromkeys(phases, self._world_size)
-        self._jobs[number] = Job(units, waiting, self._clock(), epoch, list(blocks), request_id, tokens)
+        self._jobs[number] = Job(units, waiting, self._clock(), self.epoch, list(blocks), request_id, tokens)
         return number
 
     def ended(self, results: Iterable[Result]) -> Iterator[tuple[Job, Phase, str]]:

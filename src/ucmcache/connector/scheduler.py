@@ -8,54 +8,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ucmcache.config import Config
 from ucmcache.connector.jobs import Job, Ledger
-from ucmcache.connector.messages import LoadJob, Phase, SaveJob, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
+from ucmcache.connector.messages import LoadJob, Phase, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
 from ucmcache.connector.metrics import Counters
+from ucmcache.connector.requests import Tracked
+from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.hit import Prompt
-from ucmcache.coordinator.spec import Kind
-from ucmcache.keys import Namespace, SnapshotKey, UnitKey
+from ucmcache.keys import Namespace, UnitKey
 from ucmcache.store.arena import Presence
 
 # A backend that never answers must not keep an idle engine awake for ever.
 _DRAIN_S = 30.0
-_NULL_BLOCK = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Unnamed:
-    """States at a position whose hash the engine does not have yet: under asynchronous scheduling, its last token is
-    still to be sampled when the step that computes on it is planned."""
-
-    position_tokens: int
-    table: Mapping[int, Sequence[int]]  # group -> the block, held until the states are saved or given up
-    blocks: Sequence[Any]
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """What is known of one request."""
-
-    request: Any
-    hashes: Callable[[], Sequence[bytes]]
-    bypass: bool  # its content is not covered by the engine's hashes
-    epoch: int  # resets before its present computation began: what it computed before a later one is not kept
-    local_tokens: int = 0
-    asked_s: float | None = None  # since when its lookups answer "ask again"
-    impatient: bool = False  # the deadline passed: no more waiting for this request
-    staged: bool = False  # it waited for the backend, so its hit came from there
-    staging: int = 0  # units on their way for it
-    failed: bool = False  # a load failed: no more promises for this request
-    loaded_tokens: int = 0  # loaded, not yet run
-    columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
-    lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
-    state_tokens: int = 0  # position of the last state taken from a running column
-    unnamed: list[_Unnamed] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -84,18 +53,16 @@ class SchedulerSide:
         self._send_setup = True
         self._hash_block_tokens = hash_block_tokens
         self._only_last = only_last
-        self._speculative = speculative
-        self._has_backend = has_backend
-        self._save_phases = (Phase.COPIED, Phase.WRITTEN) if has_backend else (Phase.COPIED,)
         self._clock = clock
-        self._pool: Any = None
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._jobs = Ledger(world_size, clock)
-        self._epoch = 0
         self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
         self._evicted_seen = 0
         self.counters = Counters()
+        self._saving = SavePlanner(
+            coordinator, self._jobs, self.counters, speculative=speculative, has_backend=has_backend
+        )
 
     @property
     def coordinator(self) -> Coordinator:
@@ -109,26 +76,25 @@ class SchedulerSide:
 
     def bind_pool(self, pool: Any) -> None:
         """The engine's block pool, whose blocks are held while they are copied."""
-        self._pool = pool
+        self._saving.pool = pool
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def track(self, request: Any, hashes: Callable[[], Sequence[bytes]], bypass: bool) -> None:
         """A new request; `hashes` gives its prefix hashes as they grow."""
-        self._requests[request.request_id] = _Tracked(request, hashes, bypass, self._epoch)
+        self._requests[request.request_id] = Tracked(request, hashes, bypass, self._jobs.epoch)
 
     def forget(self, request_id: str) -> None:
         """The request ended; its jobs in flight end on their own."""
         self._wanted.pop(request_id, None)
-        if tracked := self._requests.pop(request_id, None):
-            self._give_up_unnamed(tracked)
+        self._requests.pop(request_id, None)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
         tracked = self._requests.get(request.request_id)
         self._wanted.pop(request.request_id, None)
         if tracked is not None:
-            self._start_over(tracked)
+            tracked.start_over(self._jobs.epoch)
         if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         prompt = self._prompt(tracked, local_tokens)
@@ -167,17 +133,15 @@ class SchedulerSide:
         for key, column in self._coordinator.needed(self._prompt(tracked, tracked.local_tokens), resume):
             slot = self._coordinator.store_of(key).slot(key)
             table = block_ids[key.group]
-            block = table[column] if column < len(table) else _NULL_BLOCK
-            if slot is None or block == _NULL_BLOCK:
+            block = table[column] if column < len(table) else NULL_BLOCK
+            if slot is None or block == NULL_BLOCK:
                 broken = True  # cannot happen between a lookup and its allocation; then it costs only time
                 continue
             self._coordinator.store_of(key).pin(key.group, slot)
             self._coordinator.store_of(key).touch(key.group, slot)
             slots.append((key, slot))
             copies.append(UnitCopy(key.group, slot, block))
-        job = self._jobs.start(
-            slots, (Phase.LOADED,), self._epoch, request_id=request.request_id, tokens=external_tokens
-        )
+        job = self._jobs.start(slots, (Phase.LOADED,), request_id=request.request_id, tokens=external_tokens)
         self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
         self.counters.add("promised_tokens", external_tokens)
 
@@ -204,11 +168,12 @@ class SchedulerSide:
                     continue
                 self._adopt(tracked)
                 if self._keeps(tracked):
-                    self._plan_saves(plan, tracked, scheduled, len(drafts.get(request_id, ())), state)
+                    unverified = len(drafts.get(request_id, ()))
+                    self._saving.plan_step(plan, tracked, self._prompt(tracked, 0), scheduled, unverified, state)
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None and self._keeps(tracked):
-                    self._plan_offers(plan, tracked, offers)
+                    self._saving.plan_offers(plan, self._prompt(tracked, 0), offers)
         return plan
 
     def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
@@ -223,112 +188,15 @@ class SchedulerSide:
                 if tracked := self._requests.get(request_id):
                     tracked.impatient = True
                 return
-            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), self._epoch, request_id=request_id)
+            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), request_id=request_id)
             if tracked := self._requests.get(request_id):
                 tracked.staging += 1
             plan.stages.append(StageJob(job, key, slots[0]))
 
-    def _plan_saves(self, plan: StepPlan, tracked: _Tracked, scheduled: int, drafts: int, state: Any) -> None:
-        start = tracked.request.num_computed_tokens  # before this step
-        end = start + scheduled - drafts
-        prompt = self._prompt(tracked, 0)
-        table = None
-        for row in self._coordinator.rows:
-            if row.kind is not Kind.CHAIN:
-                continue
-            # Not beyond where this step starts: rejected drafts and streamed input can take a request back.
-            first = min(tracked.columns.get(row.group, 0), start // row.block_tokens)
-            units, tracked.columns[row.group] = self._coordinator.missing_blocks(prompt, row, first, end)
-            if units:
-                table = table if table is not None else state.get_block_ids(tracked.request.request_id)
-            for unit in units:
-                if not self._plan_copies(plan, [unit], table):
-                    break  # no room: nor is there for the blocks behind it
-        self._plan_unnamed(plan, tracked, prompt)
-        if drafts or not self._coordinator.on_grid(end) or not self._exact(tracked, end):
-            return
-        if self._coordinator.retention.wants(end, tracked.state_tokens):
-            tracked.state_tokens = end
-            table = table if table is not None else state.get_block_ids(tracked.request.request_id)
-            if end > prompt.hashed_tokens:
-                self._hold_unnamed(tracked, end, table)
-            elif units := self._coordinator.missing_states(prompt, end):
-                self._plan_copies(plan, units, table)
+    def _keeps(self, tracked: Tracked) -> bool:
+        return not tracked.bypass and tracked.epoch == self._jobs.epoch
 
-    def _hold_unnamed(self, tracked: _Tracked, end: int, table: Sequence[Sequence[int]] | None) -> None:
-        """Keep the running columns' blocks: a column that is full is not written to again."""
-        columns = self._coordinator.state_columns(end)
-        if table is None or not columns or any(column >= len(table[group]) for group, column in columns):
-            return
-        held = {group: table[group][column] for group, column in columns}
-        if _NULL_BLOCK not in held.values():
-            blocks = [block for block_id in held.values() for block in self._hold(block_id)]
-            tracked.unnamed.append(_Unnamed(end, {group: [block] for group, block in held.items()}, blocks))
-
-    def _plan_unnamed(self, plan: StepPlan, tracked: _Tracked, prompt: Prompt) -> None:
-        """Save the held states whose hash is known by now."""
-        for one in [one for one in tracked.unnamed if one.position_tokens <= prompt.hashed_tokens]:
-            tracked.unnamed.remove(one)
-            units = self._coordinator.missing_states(prompt, one.position_tokens)
-            if units:
-                self._plan_copies(plan, [Placed(key, 0) for key, _ in units], one.table)
-            self._pool.free_blocks(one.blocks)
-
-    def _give_up_unnamed(self, tracked: _Tracked) -> None:
-        for one in tracked.unnamed:
-            self._pool.free_blocks(one.blocks)
-        tracked.unnamed.clear()
-
-    def _start_over(self, tracked: _Tracked) -> None:
-        """Nothing of the request is computed yet, or no longer (preemption)."""
-        self._give_up_unnamed(tracked)
-        tracked.columns.clear()
-        tracked.state_tokens = 0
-        tracked.epoch = self._epoch
-
-    def _keeps(self, tracked: _Tracked) -> bool:
-        return not tracked.bypass and tracked.epoch == self._epoch
-
-    def _exact(self, tracked: _Tracked, end: int) -> bool:
-        # With drafts in the engine, num_computed_tokens may count tokens whose acceptance is still open; a prefill's
-        # does not.
-        return not self._speculative or end <= tracked.request.num_prompt_tokens
-
-    def _plan_offers(self, plan: StepPlan, tracked: _Tracked, offers: Iterable[tuple[int, int, int]]) -> None:
-        prompt = self._prompt(tracked, 0)
-        for group, block, position in offers:
-            if not self._coordinator.on_grid(position):
-                continue
-            units = [unit for unit in self._coordinator.missing_states(prompt, position) if unit.key.group == group]
-            for key, _ in units:
-                # The offer names the block itself; its column may be another one (prefill checkpoints).
-                self._plan_copies(plan, [Placed(key, 0)], {group: [block]})
-
-    def _plan_copies(
-        self,
-        plan: StepPlan,
-        units: Sequence[Placed],
-        table: Sequence[Sequence[int]] | Mapping[int, Sequence[int]] | None,
-    ) -> bool:
-        """Save units that are of use only together: all of them, or none. False if there is no room for them."""
-        if table is None:
-            return True
-        blocks = [table[key.group][column] if column < len(table[key.group]) else _NULL_BLOCK for key, column in units]
-        if _NULL_BLOCK in blocks:
-            return True  # behind a window: saved when it filled, or never to be had
-        keys = [key for key, _ in units]
-        store = self._coordinator.store_of(keys[0])
-        slots = store.reserve(keys)
-        if slots is None:
-            self.counters.add("refused_units", len(units))
-            return False
-        for key, slot, block in zip(keys, slots, blocks, strict=True):
-            store.pin(key.group, slot)
-            job = self._jobs.start([(key, slot)], self._save_phases, self._epoch, blocks=self._hold(block))
-            plan.saves.append(SaveJob(job, key, UnitCopy(key.group, slot, block)))
-        return True
-
-    def _adopt(self, tracked: _Tracked) -> None:
+    def _adopt(self, tracked: Tracked) -> None:
         self.counters.add("adopted_tokens", tracked.loaded_tokens)
         tracked.loaded_tokens = 0
 
@@ -342,7 +210,7 @@ class SchedulerSide:
             elif phase is Phase.STAGED:
                 self._stage_ended(job, cause)
             else:
-                self._save_ended(job, phase, cause)
+                self._saving.ended(job, phase, cause)
 
     def _load_ended(self, job: Job, cause: str) -> None:
         self._unpin(job)
@@ -359,28 +227,11 @@ class SchedulerSide:
             store = self._coordinator.store_of(key)
             if cause:
                 store.abort(key, slot, "failed")
-                if job.epoch == self._epoch:
+                if job.epoch == self._jobs.epoch:
                     store.set_stored(key, False)  # not asked for again until somebody stores it anew
             else:
                 store.commit(key.group, slot)
                 store.touch(key.group, slot)
-
-    def _save_ended(self, job: Job, phase: Phase, cause: str) -> None:
-        copied = not job.causes.get(Phase.COPIED)
-        if phase is Phase.COPIED:
-            self._pool.free_blocks(job.blocks)
-            for key, slot in job.units if copied else ():
-                self._coordinator.store_of(key).commit(key.group, slot)
-                self.counters.add("saved_states" if isinstance(key, SnapshotKey) else "saved_blocks", 1)
-        if job.waiting:
-            return  # a rank may still be writing from the slot
-        self._unpin(job)
-        for key, slot in job.units:
-            store = self._coordinator.store_of(key)
-            if not copied:
-                store.abort(key, slot, "failed")
-            elif phase is Phase.WRITTEN and not cause and job.epoch == self._epoch:
-                store.set_stored(key, True)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -394,10 +245,8 @@ class SchedulerSide:
         An engine is reset when its weights change in place, which its identity cannot tell. So it goes on under an
         identity of its own: what the backend holds stays right for the weights that it was computed with.
         """
-        self._epoch += 1
+        self._jobs.epoch += 1
         self._wanted.clear()
-        for tracked in self._requests.values():
-            self._give_up_unnamed(tracked)
         fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
         namespace = Namespace(fields).digest
         self._setup = replace(self._setup, namespace=namespace, fields=fields)
@@ -412,7 +261,7 @@ class SchedulerSide:
         self._evicted_seen = evicted
         return self.counters.take()
 
-    def _prompt(self, tracked: _Tracked, local_tokens: int) -> Prompt:
+    def _prompt(self, tracked: Tracked, local_tokens: int) -> Prompt:
         return Prompt(
             tracked.request.num_tokens,
             tracked.hashes(),
@@ -424,8 +273,3 @@ class SchedulerSide:
     def _unpin(self, job: Job) -> None:
         for key, slot in job.units:
             self._coordinator.store_of(key).unpin(key.group, slot)
-
-    def _hold(self, block_id: int) -> list[Any]:
-        blocks = [self._pool.blocks[block_id]]
-        self._pool.touch(blocks)
-        return blocks

@@ -1,0 +1,48 @@
+"""What the scheduler side knows of one request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Unnamed:
+    """States at a position whose hash the engine does not have yet.
+
+    Under asynchronous scheduling a step is planned before the last token that it computes on is known, so the states
+    that it leaves get their name one step later.
+    """
+
+    position_tokens: int
+    table: Mapping[int, Sequence[int]]  # group -> its block
+    overwritten: bool = False  # the engine gave a block to somebody else
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request."""
+
+    request: Any
+    hashes: Callable[[], Sequence[bytes]]
+    bypass: bool  # its content is not covered by the engine's hashes
+    epoch: int  # resets before its present computation began: what it computed before a later one is not kept
+    local_tokens: int = 0
+    asked_s: float | None = None  # since when its lookups answer "ask again"
+    impatient: bool = False  # the deadline passed: no more waiting for this request
+    staged: bool = False  # it waited for the backend, so its hit came from there
+    staging: int = 0  # units on their way for it
+    failed: bool = False  # a load failed: no more promises for this request
+    loaded_tokens: int = 0  # loaded, not yet run
+    lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
+    columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
+    state_tokens: int = 0  # position of the last state taken from a running column
+    unnamed: list[Unnamed] = field(default_factory=list)
+
+    def start_over(self, epoch: int) -> None:
+        """Nothing of the request is computed yet, or no longer (preemption)."""
+        self.columns.clear()
+        self.unnamed.clear()
+        self.state_tokens = 0
+        self.epoch = epoch
