@@ -165,13 +165,14 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
     promises: list[tuple[int, int]] = []
     lookup = SchedulerSide.lookup
 
-    def watched_save(transfer: HostTransfer, copies: Any) -> None:
-        save(transfer, copies)
+    def watched_save(transfer: HostTransfer, copies: Any) -> Any:
+        ticket = save(transfer, copies)
         for copy in copies:
             saved[copy.group, copy.slot] = transfer._slots[copy.group].rows[copy.slot].tobytes()
+        return ticket
 
-    def watched_load(transfer: HostTransfer, copies: Any) -> None:
-        load(transfer, copies)
+    def watched_load(transfer: HostTransfer, copies: Any) -> Any:
+        ticket = load(transfer, copies)
         for copy in copies:
             regions = transfer._units[copy.group].regions
             block = b"".join(
@@ -182,6 +183,7 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
             )
             if arguments.get("fresh") and block != saved[copy.group, copy.slot]:
                 mismatches.append(copy.block)
+        return ticket
 
     def watched_lookup(side: SchedulerSide, request: Any, local_tokens: int) -> int | None:
         answer = lookup(side, request, local_tokens)
