@@ -59,6 +59,8 @@ class Counters:
 
     def take(self) -> dict[str, int]:
         """Counts since the last call."""
+        if not self._counts:
+            return {}  # what another thread adds just now is of the next call
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)

@@ -174,13 +174,13 @@ class WorkerSide:
             self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK], self._setup)
         for load in plan.loads:
             self._load(load)
-        self._page_ahead(plan)
+        if plan.saves or plan.stages or plan.setup is not None:
+            self._page_ahead(plan)
 
     def _page_ahead(self, plan: StepPlan) -> None:
-        for group, slot in [
-            *((save.key.group, save.copy.slot) for save in plan.saves),
-            *((stage.key.group, stage.slot) for stage in plan.stages),
-        ]:
+        used = [(save.key.group, save.copy.slot) for save in plan.saves]
+        used += [(stage.key.group, stage.slot) for stage in plan.stages]
+        for group, slot in used:
             if group in self._paged:
                 self._paged[group].use((slot + 1) * self._slots[group].plan.slot_bytes)
         lagging = [paged for paged in set(self._paged.values()) if paged.behind]

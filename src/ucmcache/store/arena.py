@@ -265,7 +265,7 @@ class PagedMemory:
     """
 
     _WINDOW_BYTES = 32 << 20
-    _STEP_BYTES = 8 << 20
+    _STEP_BYTES = 2 << 20  # a huge page: longer calls hold up other threads that need the address space
     _MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by Python's mmap. Changes no content.
 
     def __init__(self, nbytes: int) -> None:
