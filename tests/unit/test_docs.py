@@ -39,3 +39,24 @@ def test_the_readme_configuration_is_accepted() -> None:
     config = json.loads(found[1])
     assert config["kv_connector_module_path"] == "ucmcache.connector"
     assert load_config(config["kv_connector_extra_config"]).backend is not None
+
+
+def test_the_readme_numbers_are_those_of_the_benchmark() -> None:
+    readme = (ROOT / "README.md").read_text()
+    measured = json.loads((ROOT / "benchmarks" / "results" / "serve.json").read_text())
+    rows = {(row["measured"], row["variant"], row.get("case")): row for row in measured["rows"]}
+    for variant, case in (
+        ("plain", "cold"),
+        ("plain", "local"),
+        ("file", "host"),
+        ("file", "disk"),
+        ("mooncake", "host"),
+    ):
+        row = rows["ttft", variant, case]
+        resumed = row["local_tokens"] + row["external_tokens"]
+        assert f"| {resumed:,} | {row['ttft_s'] * 1e3:,.0f} ms | {row['over_local']:.2f} |" in readme
+        assert row["outputs_equal"]
+    for variant in ("host", "file"):
+        assert f"{rows['no_hit', variant, None]['hooks_share']:.1%}" in readme
+        assert f"{rows['no_hit', variant, None]['total_overhead']:+.0%}" in readme
+    assert f"{rows['no_hit', 'control', None]['total_overhead']:+.0%}" in readme
