@@ -268,7 +268,7 @@ def pressure(arguments: dict[str, Any]) -> dict[str, Any]:
     engine.reset_local()
     baseline = engine.free_blocks()
     aborted = []
-    prompt = tokens(3 * block + 9, seed=400)
+    prompt = tokens(3 * block + 1, seed=400)
     for attempt in range(2):
         for steps in range(8):
             name = engine.add(prompt, 4)
@@ -316,7 +316,7 @@ def calm(arguments: dict[str, Any]) -> dict[str, Any]:
             parts.append(engine.generate([*prompt, *one["tokens"][:start]], outputs - start)["tokens"])
         crowd.append(parts)
     engine.reset_local()
-    after = engine.generate(tokens(3 * block + 9, seed=400), OUTPUT)
+    after = engine.generate(tokens(3 * block + 1, seed=400), OUTPUT)
     engine.reset_local()
     together = engine.generate_all(prompts, outputs)
     result = {"crowd": crowd, "after": after, "together": [one["tokens"] for one in together]}

@@ -138,9 +138,17 @@ def test_damage_between_runs_costs_only_time(shape: str, checkpoint: Checkpoint,
 
 
 # Blocks of the KV space, tokens to generate.
-PRESSURE = {"llama": (14, 200), "gemma3": (24, 200), "gpt-oss": (24, 200), "lfm2": (24, 200), "qwen3-next": (18, 300)}
-# vLLM's own LFM2 on CPU answers differently in a batch than alone, in float32 too; asserted below.
-BATCH_DEPENDENT = {"lfm2"}
+PRESSURE = {
+    "llama": (14, 200),
+    "gemma3": (24, 200),
+    "gpt-oss": (24, 200),
+    "lfm2": (24, 200),
+    "qwen3-next": (18, 300),
+    "deepseek-v2": (40, 100),
+}
+# vLLM's own LFM2 and MLA on CPU answer differently in a batch than alone; asserted below, so that this ends when they
+# no longer do.
+BATCH_DEPENDENT = {"lfm2", "deepseek-v2"}
 
 
 @pytest.mark.parametrize("shape", list(PRESSURE))
@@ -150,7 +158,8 @@ def test_preemption_and_aborts(shape: str, checkpoint: Checkpoint) -> None:
         "model": str(checkpoint(shape)),
         "blocks": blocks,
         "outputs": outputs,
-        "options": {"max_num_batched_tokens": 512, "max_model_len": 1536},
+        # Without chunked prefill (MLA on CPU), a step must hold the longest prompt.
+        "options": {"max_num_batched_tokens": 512, "max_model_len": 512 if shape == "deepseek-v2" else 1536},
     }
     result = run("pressure", arguments)
     plain = run("calm", {**arguments, "crowd": result["crowd"]})
@@ -166,5 +175,7 @@ def test_preemption_and_aborts(shape: str, checkpoint: Checkpoint) -> None:
     assert {one["free"] for one in result["aborted"]} == {result["baseline"]}
     seen = {state for one in result["aborted"] for state in one["states"]}
     assert {"WAITING", "RUNNING", "WAITING_FOR_REMOTE_KVS"} <= seen
-    assert result["after"]["tokens"] == plain["after"]["tokens"]
+    assert result["after"]["external"] == 3 * result["block"]
+    # An MLA hit of n-1 goes on in the decode path, for which a cold prefill is no control (the continuation is).
+    assert shape == "deepseek-v2" or result["after"]["tokens"] == plain["after"]["tokens"]
     assert result["jobs"] == 0
