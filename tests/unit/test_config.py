@@ -385,9 +385,9 @@ def test_memory_in_a_group_of_version_2(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/slice/job")
     v2_group(root, "slice/job", 4 * GIB, 3 * GIB, cache_bytes=GIB)
     assert available_host_bytes(root) == 2 * GIB
-    v2_group(root, "work", 5 * GIB, 4 * GIB)  # a parent with less room
+    v2_group(root, "slice", 5 * GIB, 4 * GIB)  # a parent with less room
     assert available_host_bytes(root) == GIB
-    v2_group(root, "work", "max", 4 * GIB)
+    v2_group(root, "slice", "max", 4 * GIB)
     assert available_host_bytes(root) == 2 * GIB
     v2_group(root, "slice/job", 4 * GIB, 5 * GIB)
     assert available_host_bytes(root) == 0
