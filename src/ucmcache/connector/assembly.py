@@ -52,7 +52,7 @@ def build_scheduler_side(
     coordinator = Coordinator(rows, blocks, states, Retention(config.retention.interval_tokens))
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     logger.info("ucmcache: namespace %s; %s", namespace.digest.hex(), coordinator.describe())
-    _warn(vllm_config, namespace, rows, kv_cache_config)
+    _warn(vllm_config, namespace, rows)
     return SchedulerSide(
         config,
         coordinator,
@@ -119,7 +119,7 @@ def _index_backend(
         )
 
 
-def _warn(vllm_config: Any, namespace: Namespace, rows: Sequence[BoundRow], kv_cache_config: Any) -> None:
+def _warn(vllm_config: Any, namespace: Namespace, rows: Sequence[BoundRow]) -> None:
     if namespace.fields["hash_seed"].startswith("random "):
         logger.warning(
             "ucmcache: prefix_caching_hash_algo=%s without PYTHONHASHSEED draws a new seed in every process, so "

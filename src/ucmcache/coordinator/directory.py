@@ -17,9 +17,9 @@ from ucmcache.store.arena import Presence
 
 
 class CheckpointDirectory:
-    """What resolve_hit asks of states: a position counts for a group where it counts for all of them.
+    """What resolve_hit asks of states, group by group, and at which positions all groups have one.
 
-    A prefix hash stands for one position, so a state never answers for another prefix at the same position.
+    A prefix hash stands for one prefix and so for one position: a state never answers for another prefix there.
     """
 
     def __init__(self, rows: Sequence[BoundRow], states: PresenceOf) -> None:

@@ -99,7 +99,7 @@ def resolve_hit(prompt: Prompt, rows: Sequence[BoundRow], blocks: PresenceOf, st
         reachable, ready = reachable & (codes != Presence.ABSENT), ready & (codes == Presence.READY)
         rejects.append((row, codes != Presence.READY))
     resume_tokens = _deepest(candidates, ready, local)
-    limited_by, cause = _limit(prompt, candidates, rejects, resume_tokens, blocks, states)
+    limited_by, cause = _limit(prompt, candidates, rejects, resume_tokens, states)
     return Hit(
         resume_tokens,
         chain_tokens,
@@ -147,7 +147,6 @@ def _limit(
     candidates: Tokens,
     rejects: Sequence[tuple[BoundRow, Flags]],
     resume_tokens: int,
-    blocks: PresenceOf,
     states: PresenceOf,
 ) -> tuple[str | None, str]:
     """The row that keeps the resume from the deepest position that the chains agree on, and why it does."""

@@ -7,7 +7,7 @@ of its own (`SlotMemory`). Reserve, write, commit: nothing can be found before c
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -166,13 +166,6 @@ class Arena:
         self._expect(slot, self._LOADING, "abort")
         self._drop(slot, evicted=False)
 
-    def discard(self, slot: int) -> None:
-        """Forget a committed, unpinned slot."""
-        self._expect(slot, self._READY, "discard")
-        if self._pins[slot]:
-            raise ContractError(f"slot {slot} is discarded while {self._pins[slot]} pins hold it")
-        self._drop(slot, evicted=False)
-
     def touch(self, slot: int) -> None:
         """The slot's content was used."""
         self._policy.touch(slot)
@@ -202,10 +195,6 @@ class Arena:
             else:
                 self._doomed.add(slot)
                 del self._index[owner.group][owner.prefix]
-
-    def owners(self) -> Iterable[Owner]:
-        """What can be found here, or is being written."""
-        return [Owner(group, prefix) for group, found in self._index.items() for prefix in found]
 
     def _evictable(self, slot: int) -> bool:
         return self._state[slot] == self._READY and not self._pins[slot]

@@ -34,11 +34,6 @@ class UnitStore:
         self._fates: OrderedDict[Owner, str] = OrderedDict()
         self.evicted_units = 0
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Groups whose units this store holds."""
-        return tuple(self._arena_of)
-
     def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
         """Presence code of each prefix's unit, as uint8."""
         codes = self._arena_of[group].presence(group, prefixes)
@@ -101,11 +96,6 @@ class UnitStore:
     def set_stored(self, key: UnitKey, stored: bool) -> None:
         """The backend now holds the unit, or turned out not to."""
         (self._stored.add if stored else self._stored.discard)(self._id(key.group, key.prefix))
-
-    @property
-    def stored_units(self) -> int:
-        """Units known to be in the backend."""
-        return len(self._stored)
 
     @property
     def pinned_slots(self) -> int:
