@@ -1,7 +1,8 @@
 """An engine process whose steps and connector hooks are timed.
 
 `python -m serving.child FD` reads a job, then actions, as JSON lines from stdin; it writes results as JSON lines to FD.
-Jobs and actions are those of `ucmcache.demo.engine`, and so is the start of every engine: warm-up, then a pause.
+Jobs and actions are those of `ucmcache.demo.engine`, with `connector` to take it out and put it back; so is the start
+of every engine: warm-up, then a pause.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from typing import Any
 from _common import Neighbours
 
 from serving.breakdown import Step, phases
-from ucmcache.demo.engine import Result, _Engine
+from ucmcache.demo.engine import Action, Result, _Engine
 
 _IDLE_S = 0.001  # vLLM's engine process sleeps so long after a step that computed nothing (EngineCoreProc)
 
@@ -55,15 +56,15 @@ class _TimedEngine(_Engine):
     """The demo's engine; each result of `generate` also tells its steps and where its time to the first token went."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
         super().__init__(job)
         self._steps: list[Step] = []
         self._tokens = 0
         self._hooks = _Hooks()
-        if self._core.scheduler.connector is not None:
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-            self._hooks.time(self._core.scheduler.connector)
-            self._hooks.time(get_kv_transfer_group())
+        self._connectors = self._core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        for connector in filter(None, self._connectors):
+            self._hooks.time(connector)
         schedule, step = self._core.scheduler.schedule, self._engine.step
 
         def counted_schedule(*args: Any) -> Any:
@@ -95,6 +96,22 @@ class _TimedEngine(_Engine):
         result["steps"] = [[step.tokens, step.taken_s, step.hooks_s] for step in self._steps]
         result["phases"] = phases(began, result["ttft_s"], self._steps)
         return result
+
+    def act(self, action: Action) -> Result:
+        if "connector" in action:
+            return {"connector": self._attach(action["connector"])}
+        return super().act(action)
+
+    def _attach(self, wanted: bool) -> Result:
+        """Take the connector out of the settled engine, which is then vLLM as it is without one, or put it back.
+
+        Two equal processes differ by several percent in how their memory happens to lie; one process does not.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        scheduler, worker = self._connectors if wanted else (None, None)
+        self._core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = scheduler, worker
+        return {"done": True}
 
 
 def main(arguments: list[str]) -> int:

@@ -18,7 +18,6 @@ from ucmcache.errors import UcmCacheError
 # In the order in which they are shown.
 NAMES = {
     "plain": "vLLM",
-    "control": "vLLM again",
     "host": "ucmcache, host only",
     "file": "ucmcache, folder",
     "mooncake": "Mooncake",
@@ -51,13 +50,17 @@ class LiveEngine:
         """The result of `ucmcache.demo.engine`, with what `serving.child` adds to it."""
         return self._ask({"generate": {"prompt": prompt, "max_tokens": max_tokens}})
 
-    def settle(self) -> None:
-        """Until the connector has saved everything."""
-        self._must({"settle": True})
+    def settle(self) -> float:
+        """Until the connector has saved everything; the seconds that it took."""
+        return float(self._must({"settle": True})["seconds"])
 
     def reset_local(self) -> None:
         """Empty vLLM's own prefix cache."""
         self._must({"reset_local": True})
+
+    def attach(self, connector: bool) -> None:
+        """Put the connector into the engine, or take it out; between settled requests only."""
+        self._must({"connector": connector})
 
     def wait_ready(self) -> None:
         """Until the engine has started."""
@@ -78,9 +81,11 @@ class LiveEngine:
             self._results.close()
             self._log.close()
 
-    def _must(self, action: Action) -> None:
-        if not self._ask(action)["done"]:
+    def _must(self, action: Action) -> Result:
+        result = self._ask(action)
+        if not result["done"]:
             raise UcmCacheError(f"{next(iter(action))} did not finish; the times after it would mean nothing")
+        return result
 
     def _ask(self, action: Action) -> Result:
         self.wait_ready()
@@ -127,7 +132,6 @@ class Launcher:
         on_disk = kv_transfer_config(self.store)
         transfer = {
             "plain": None,
-            "control": None,
             "host": {**on_disk, "kv_connector_extra_config": {}},
             "file": on_disk,
             "mooncake": {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},

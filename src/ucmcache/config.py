@@ -100,6 +100,10 @@ class HostSettings(_Settings):
     blocks_bytes: _SizeBytes = Field(default=2 * GIB, alias="blocks", description=_SIZE, examples=["2GiB"])
     snapshots_bytes: _SizeBytes = Field(default=GIB, alias="snapshots", description=_SIZE, examples=["1GiB"])
 
+    def of_one_rank(self, ranks: int) -> HostSettings:
+        """What each of `ranks` ranks has of it."""
+        return HostSettings(blocks=self.blocks_bytes // ranks, snapshots=self.snapshots_bytes // ranks)
+
 
 class BackendSettings(_Settings):
     """Where prefixes are kept beyond host memory; `capacity_bytes` None is no limit.

@@ -17,7 +17,8 @@ from ucmcache.connector.layout import Storages, content_text, unit_map
 from ucmcache.connector.messages import UnitCopy
 from ucmcache.connector.transfer import HostTransfer
 from ucmcache.errors import UnsupportedModelError
-from ucmcache.store.arena import ArenaPlan, SlotMemory
+from ucmcache.store.arena import ArenaPlan
+from ucmcache.store.memory import SlotMemory
 
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32]

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ucmcache.errors import ConfigError, ContractError
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
-from ucmcache.store.arena import Arena, ArenaPlan, Owner, PagedMemory, Presence, plan_arenas
+from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence, plan_arenas
 from ucmcache.store.block import BlockStore
 from ucmcache.store.eviction import Clock
+from ucmcache.store.memory import take_memory
 from ucmcache.store.snapshot import SnapshotStore
 from ucmcache.store.units import UnitStore
 
@@ -202,25 +203,23 @@ def test_a_budget_too_small_for_one_of_each_is_refused() -> None:
         plan_arenas("host.blocks", 100, {0: (300, 16), 1: (300, 16)}, True)
 
 
-def test_pages_ahead_of_use_change_no_content() -> None:
-    memory = PagedMemory(200 << 20)
-    content = np.frombuffer(memory.buffer, dtype=np.uint8)
-    content[:] = 7
-    while memory.behind:
-        memory.advance()
-    assert memory._ready_bytes == PagedMemory._WINDOW_BYTES
-    memory.use(190 << 20)
-    while memory.behind:
-        memory.advance()
-    assert memory._ready_bytes == 200 << 20  # never beyond the end
-    assert (content == 7).all()
-
-
-def test_pages_ahead_of_use_are_had_without_a_touch() -> None:
-    memory = PagedMemory(32 << 20)
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_memory_has_all_its_pages_before_their_first_touch(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = (96 << 20) + 5
+    if old_kernel:
+        monkeypatch.setattr("ucmcache.store.memory._MADV_POPULATE_WRITE", 99)  # no advice of any kernel
+    memory = np.frombuffer(take_memory(nbytes), dtype=np.uint8)
+    assert memory.nbytes == nbytes
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    while memory.behind:
-        memory.advance()
-    np.frombuffer(memory.buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
-    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert touched < (32 << 20) // mmap.PAGESIZE // 4, "every page still faulted when it was touched"
+    memory[:: mmap.PAGESIZE] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < nbytes // mmap.PAGESIZE // 100
+
+
+def test_memory_that_the_kernel_does_not_give_is_refused() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.getpagesize() * 1000, before[1]))
+    try:
+        with pytest.raises((MemoryError, OSError)):
+            take_memory(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

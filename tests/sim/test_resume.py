@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.sim.engine import VOCAB, Group, SimEngine, WrongBytesError
+from ucmcache.errors import ConfigError
 
 HOST = {"host": {"blocks": "4MiB", "snapshots": "4MiB"}}
 MIXES: dict[str, list[Group]] = {
@@ -307,16 +308,25 @@ def test_a_step_without_its_end_costs_only_its_saves(start: Start, monkeypatch: 
     assert_at_rest(engine)
 
 
-def test_no_host_memory_is_no_cache(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_cannot_be_had_is_refused_at_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError("nothing left to pin")
 
-    monkeypatch.setattr("ucmcache.connector.worker.PagedMemory", fail)
+    monkeypatch.setattr("ucmcache.connector.worker.take_memory", fail)
+    with pytest.raises(ConfigError, match=r"nothing left to pin.*lower host\.blocks or host\.snapshots"):
+        start(MIXES["all"])
+
+
+def test_a_failed_set_up_is_no_cache(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no streams")
+
+    monkeypatch.setattr("ucmcache.connector.worker.HostTransfer", fail)
     engine = start(MIXES["all"])
     prompt = prompt_of(100)
     for name in ("one", "two"):
         assert engine.generate(name, prompt) == SimEngine.expected(prompt, 4)
         engine.reset_local()
-    assert engine.counts["failures/setup:MemoryError"] == 1
+    assert engine.counts["failures/setup:RuntimeError"] == 1
     assert "adopted_tokens" not in engine.counts
     assert_at_rest(engine)

@@ -28,6 +28,11 @@ def worker_rank(vllm_config: Any) -> int:
     return int(getattr(vllm_config.parallel_config, "rank", 0))
 
 
+def worker_count(vllm_config: Any) -> int:
+    """How many workers hold KV of one engine."""
+    return int(getattr(vllm_config.parallel_config, "world_size", 1))
+
+
 def build_scheduler_side(
     config: Config, vllm_config: Any, kv_cache_config: Any, workers: Sequence[WorkerFacts]
 ) -> SchedulerSide:
@@ -74,15 +79,13 @@ def _setup(config: Config, rows: Sequence[BoundRow], workers: Sequence[WorkerFac
             if row.kind is kind
         }
 
-    ranks = len(workers)
+    host = config.host.of_one_rank(len(workers))
     return Setup(
         namespace=namespace.digest,
         fields=dict(namespace.fields),
         seeds={row.group: row.seed for row in rows},
-        block_arenas=tuple(plan_arenas("host.blocks", config.host.blocks_bytes // ranks, units(Kind.CHAIN), True)),
-        state_arenas=tuple(
-            plan_arenas("host.snapshots", config.host.snapshots_bytes // ranks, units(Kind.SNAPSHOT), False)
-        ),
+        block_arenas=tuple(plan_arenas("host.blocks", host.blocks_bytes, units(Kind.CHAIN), True)),
+        state_arenas=tuple(plan_arenas("host.snapshots", host.snapshots_bytes, units(Kind.SNAPSHOT), False)),
     )
 
 

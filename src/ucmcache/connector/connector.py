@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ucmcache.config import available_host_bytes, load_config
-from ucmcache.connector.assembly import build_scheduler_side, worker_rank
+from ucmcache.connector.assembly import build_scheduler_side, worker_count, worker_rank
 from ucmcache.connector.identity import Adapters, request_hashes
 from ucmcache.connector.messages import StepPlan, WorkerFacts, WorkerReport
 from ucmcache.connector.metrics import UcmCachePromMetrics, UcmCacheStats
@@ -44,10 +44,11 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._adapters = Adapters()
         if role is KVConnectorRole.WORKER:
-            self._worker = WorkerSide(self._config, kv_cache_config, worker_rank(vllm_config))
-            atexit.register(self._worker.shutdown)  # an engine may end without calling `shutdown`
-        else:
+            # Here and not in the scheduler, which begins when the workers have taken the memory.
             self._config.check_fits(available_host_bytes())
+            rank, ranks = worker_rank(vllm_config), worker_count(vllm_config)
+            self._worker = WorkerSide(self._config, kv_cache_config, rank, ranks)
+            atexit.register(self._worker.shutdown)  # an engine may end without calling `shutdown`
 
     # -- capabilities -----------------------------------------------------------------------------------------------
 

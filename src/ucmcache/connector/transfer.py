@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ucmcache.connector.layout import Storages, UnitMap
 from ucmcache.connector.messages import UnitCopy
-from ucmcache.store.arena import SlotMemory
+from ucmcache.store.memory import SlotMemory
 
 
 class Ticket(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ucmcache.config import Config
-from ucmcache.connector.layout import Storages, UnitMap, content_text, unit_map
+from ucmcache.connector.layout import Storages, UnitMap, content_text, group_facts, unit_map
 from ucmcache.connector.messages import (
     GroupGeometry,
     LoadJob,
@@ -33,11 +33,12 @@ from ucmcache.connector.messages import (
 from ucmcache.connector.metrics import Counters
 from ucmcache.connector.pool import DaemonPool
 from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Ticket, Transfer
-from ucmcache.errors import BackendError, ContractError, RecordError
+from ucmcache.coordinator.spec import Kind, bind
+from ucmcache.errors import BackendError, ConfigError, ContractError, RecordError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
-from ucmcache.store.arena import PagedMemory, SlotMemory
 from ucmcache.store.backend import Backend, Bucket, open_backend
+from ucmcache.store.memory import SlotMemory, take_memory
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,6 @@ _IDLE_WAIT_S = 0.005
 _SHUTDOWN_S = 10.0
 # Few enough that both threads get some, enough that a task's own cost does not count.
 _STAGES_A_TASK = 4
-
-
-def _advance(lagging: Sequence[PagedMemory]) -> None:
-    for paged in lagging:
-        while paged.behind:
-            paged.advance()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +74,14 @@ class WorkerSide:
         config: Config,
         kv_cache_config: Any,
         rank: int,
+        ranks: int = 1,
         executor: Executor | None = None,
         backend: Backend | None = None,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
+        self._ranks = ranks
         self._executor = executor or DaemonPool(_IO_THREADS, "ucmcache-io")
         self._backend = backend
         if backend is None and config.backend is not None:
@@ -93,9 +90,8 @@ class WorkerSide:
         self._units: dict[int, UnitMap] = {}
         self._facts: WorkerFacts | None = None
         self._setup: Setup | None = None
+        self._memory: dict[Kind, torch.Tensor] = {}
         self._slots: dict[int, SlotMemory] = {}
-        self._paged: dict[int, PagedMemory] = {}
-        self._paging: Future[None] | None = None
         self._transfer: Transfer | None = None
         self._running: deque[_Running] = deque()
         self._results: deque[Result] = deque()  # appended to by I/O threads too
@@ -109,12 +105,21 @@ class WorkerSide:
     # -- start ----------------------------------------------------------------------------------------------------
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Learn where the engine keeps its KV; called once."""
+        """Learn where the engine keeps its KV, and take the host memory for it; called once.
+
+        Raises UnsupportedModelError for KV of an unknown kind or layout, ConfigError where the memory cannot be had.
+        """
         groups = {}
         for group_id, group in enumerate(self._kv_cache_config.kv_cache_groups):
             unit = unit_map(kv_caches, group.layer_names, self._kv_cache_config.num_blocks, self._storages)
             self._units[group_id] = unit
             groups[group_id] = GroupGeometry(unit.unit_bytes, content_text(group, unit))
+        facts = (group_facts(i, group) for i, group in enumerate(self._kv_cache_config.kv_cache_groups))
+        kinds = {row.kind for row in bind(facts)}
+        host = self._config.host.of_one_rank(self._ranks)
+        for kind, nbytes in ((Kind.CHAIN, host.blocks_bytes), (Kind.SNAPSHOT, host.snapshots_bytes)):
+            if kind in kinds:
+                self._memory[kind] = self._take(nbytes)
         self._facts = WorkerFacts(groups)
 
     @property
@@ -133,23 +138,34 @@ class WorkerSide:
         if self._backend is not None:
             self._submit(self._describe, setup)
 
+    def _take(self, nbytes: int) -> torch.Tensor:
+        try:
+            if self._device is not None:
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.frombuffer(take_memory(nbytes), dtype=torch.uint8)
+        except (MemoryError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{nbytes} bytes of host memory cannot be had for this rank: {error}; accepted is what the host (and "
+                "for a GPU its driver) gives; lower host.blocks or host.snapshots"
+            ) from error
+
+    @property
+    def _device(self) -> torch.device | None:
+        """The accelerator that holds the engine's KV; None for a CPU."""
+        return next((storage.device for storage in self._storages.flat if storage.is_cuda), None)
+
     def _make_arenas(self, setup: Setup) -> None:
-        on_cuda = any(storage.is_cuda for storage in self._storages.flat)
-        pinned: dict[int, torch.Tensor] = {}
-        for plan in (*setup.block_arenas, *setup.state_arenas):
-            size = plan.slots * plan.slot_bytes
-            if on_cuda:
-                tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                memory = SlotMemory(plan, tensor.numpy())
-                pinned.update(dict.fromkeys(plan.groups, tensor.view(plan.slots, plan.slot_bytes)))
-            else:
-                paged = PagedMemory(size)
-                memory = SlotMemory(plan, paged.buffer)
-                self._paged.update(dict.fromkeys(plan.groups, paged))
-            self._slots.update(dict.fromkeys(plan.groups, memory))
-        if on_cuda:
-            device = next(storage.device for storage in self._storages.flat if storage.is_cuda)
-            self._transfer = StreamTransfer(CudaDevice(device, self._storages, self._units, pinned))
+        rows: dict[int, torch.Tensor] = {}
+        for kind, plans in ((Kind.CHAIN, setup.block_arenas), (Kind.SNAPSHOT, setup.state_arenas)):
+            at = 0
+            for plan in plans:
+                end = at + plan.slots * plan.slot_bytes
+                memory = self._memory[kind][at:end].view(plan.slots, plan.slot_bytes)
+                rows.update(dict.fromkeys(plan.groups, memory))
+                self._slots.update(dict.fromkeys(plan.groups, SlotMemory(plan, memory.numpy())))
+                at = end
+        if self._device is not None:
+            self._transfer = StreamTransfer(CudaDevice(self._device, self._storages, self._units, rows))
         else:
             self._transfer = HostTransfer(self._storages, self._units, self._slots)
 
@@ -174,18 +190,6 @@ class WorkerSide:
             self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK], self._setup)
         for load in plan.loads:
             self._load(load)
-        if plan.saves or plan.stages or plan.setup is not None:
-            self._page_ahead(plan)
-
-    def _page_ahead(self, plan: StepPlan) -> None:
-        used = [(save.key.group, save.copy.slot) for save in plan.saves]
-        used += [(stage.key.group, stage.slot) for stage in plan.stages]
-        for group, slot in used:
-            if group in self._paged:
-                self._paged[group].use((slot + 1) * self._slots[group].plan.slot_bytes)
-        lagging = [paged for paged in set(self._paged.values()) if paged.behind]
-        if lagging and (self._paging is None or self._paging.done()):
-            self._paging = self._executor.submit(_advance, lagging)
 
     def end(self, plan: StepPlan) -> None:
         """Start the saves of this step, whose bytes the forward just wrote."""

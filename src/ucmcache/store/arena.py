@@ -1,14 +1,12 @@
 """Fixed-size slots of one geometry: who is in which slot, what may be found, what may be evicted.
 
 The index half lives in the scheduler process and hands slot numbers out; every worker uses the same numbers in memory
-of its own (`SlotMemory`). Reserve, write, commit: nothing can be found before commit.
+of its own (`store.memory`). Reserve, write, commit: nothing can be found before commit.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -224,61 +222,3 @@ class Arena:
         self._free.append(slot)
         if evicted:
             self._on_evict(owner)
-
-
-class SlotMemory:
-    """A worker's bytes of one arena: `slots` rows of `slot_bytes`, over memory that the caller gives.
-
-    `memory` is a writable buffer of at least slots * slot_bytes bytes: plain, shared or pinned.
-    """
-
-    def __init__(self, plan: ArenaPlan, memory: mmap.mmap | memoryview | NDArray[np.uint8]) -> None:
-        flat = np.frombuffer(memory, dtype=np.uint8)
-        needed = plan.slots * plan.slot_bytes
-        if flat.nbytes < needed:
-            raise ContractError(f"arena memory has {flat.nbytes} bytes, {needed} are needed")
-        self.plan = plan
-        self.rows: NDArray[np.uint8] = flat[:needed].reshape(plan.slots, plan.slot_bytes)
-
-    def view(self, slot: int, nbytes: int) -> memoryview:
-        """The first `nbytes` of a slot, writable."""
-        return self.rows[slot, :nbytes].data
-
-
-class PagedMemory:
-    """Private memory whose pages the kernel hands out ahead of their use.
-
-    The first touch of a page costs more than reading its content from a warm file. Taking all pages at once would cost
-    seconds and hold memory that may never be needed, so a window is kept ready ahead of use, and refilled when half of
-    it is used up: `behind` says when.
-    """
-
-    _WINDOW_BYTES = 32 << 20
-    _STEP_BYTES = 2 << 20  # a huge page: longer calls hold up other threads that need the address space
-    _MADV_POPULATE_WRITE = 23  # Linux 5.14; not named by Python's mmap. Changes no content.
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._ready_bytes = 0
-        self._wanted_bytes = min(self._WINDOW_BYTES, nbytes)
-        with suppress(OSError):  # a kernel without huge pages
-            self.buffer.madvise(mmap.MADV_HUGEPAGE)
-
-    def use(self, end_bytes: int) -> None:
-        """Content up to `end_bytes` is about to be written."""
-        if end_bytes + self._WINDOW_BYTES // 2 > self._wanted_bytes:
-            self._wanted_bytes = min(end_bytes + self._WINDOW_BYTES, len(self.buffer))
-
-    @property
-    def behind(self) -> bool:
-        """Whether pages of the window are still to be had."""
-        return self._ready_bytes < self._wanted_bytes
-
-    def advance(self) -> None:
-        """Get the next pages of the window; call from a thread that may wait."""
-        start = self._ready_bytes
-        length = min(self._STEP_BYTES, len(self.buffer) - start)
-        # Only a matter of speed: without the call (an older kernel), or without memory, pages come when touched.
-        with suppress(OSError, ValueError):
-            self.buffer.madvise(self._MADV_POPULATE_WRITE, start, length)
-        self._ready_bytes = start + length
