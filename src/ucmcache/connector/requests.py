@@ -38,11 +38,25 @@ class Tracked:
     lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
     state_tokens: int = 0  # position of the last state taken from a running column
+    seen_tokens: int = 0  # where the last step ended
+    due_tokens: int = 0  # a step that ends before this position fills no block
     unnamed: list[Unnamed] = field(default_factory=list)
+
+    def passes(self, scheduled: int) -> bool:
+        """Whether a step of `scheduled` tokens, none of them to be taken back, leaves nothing to save.
+
+        So it is for nearly every step of a decode: this is all that such a step costs a request.
+        """
+        start = self.request.num_computed_tokens
+        # Rejected drafts and streamed input can take a request back behind what was looked at.
+        if start < self.seen_tokens or start + scheduled >= self.due_tokens or self.unnamed:
+            return False
+        self.seen_tokens = start + scheduled
+        return True
 
     def start_over(self, epoch: int) -> None:
         """Nothing of the request is computed yet, or no longer (preemption)."""
         self.columns.clear()
         self.unnamed.clear()
-        self.state_tokens = 0
+        self.state_tokens = self.seen_tokens = self.due_tokens = 0
         self.epoch = epoch

@@ -75,6 +75,15 @@ class SavePlanner:
             for unit in units:
                 if not self._copy(plan, [unit], table):
                     break  # no room: nor is there for the blocks behind it
+        tracked.seen_tokens = end
+        tracked.due_tokens = min(
+            (
+                (tracked.columns[row.group] + 1) * row.block_tokens
+                for row in self._coordinator.rows
+                if row.kind is Kind.CHAIN
+            ),
+            default=0,
+        )
         self._plan_named(plan, tracked, prompt)
         if drafts or not self._coordinator.on_grid(end) or not self._exact(tracked, end):
             return

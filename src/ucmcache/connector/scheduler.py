@@ -167,8 +167,8 @@ class SchedulerSide:
                 if tracked is None:
                     continue
                 self._adopt(tracked)
-                if self._keeps(tracked):
-                    unverified = len(drafts.get(request_id, ()))
+                unverified = len(drafts[request_id]) if request_id in drafts else 0
+                if self._keeps(tracked) and not tracked.passes(scheduled - unverified):
                     self._saving.plan_step(plan, tracked, self._prompt(tracked, 0), scheduled, unverified, state)
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
@@ -197,8 +197,9 @@ class SchedulerSide:
         return not tracked.bypass and tracked.epoch == self._jobs.epoch
 
     def _adopt(self, tracked: Tracked) -> None:
-        self.counters.add("adopted_tokens", tracked.loaded_tokens)
-        tracked.loaded_tokens = 0
+        if tracked.loaded_tokens:
+            self.counters.add("adopted_tokens", tracked.loaded_tokens)
+            tracked.loaded_tokens = 0
 
     # -- results ----------------------------------------------------------------------------------------------------
 

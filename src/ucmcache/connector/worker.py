@@ -184,7 +184,8 @@ class WorkerSide:
         if plan.setup is not None:
             self._set_up(plan.setup)
         # A runner may leave a step without its end (pipeline stages under speculative decoding on vLLM's V1 runner).
-        self._saves_failed(self._unstarted, "no_end")
+        if self._unstarted:
+            self._saves_failed(self._unstarted, "no_end")
         self._unstarted = tuple(plan.saves)
         for start in range(0, len(plan.stages), _STAGES_A_TASK):
             self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK], self._setup)
