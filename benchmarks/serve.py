@@ -46,11 +46,12 @@ class Plan:
     repeats: int  # of each hit that can be repeated
     no_hit_prompts: int  # each computed with and without the connector, in every engine
     host_only: bool  # an engine that keeps nothing in a folder
+    idle: bool  # an engine whose connector does nothing: what vLLM itself takes for having one
     warm_up_tokens: int  # of the document that is not counted: an engine's first large prompt is slower than the rest
 
 
-FULL = Plan(documents=5, repeats=3, no_hit_prompts=30, host_only=True, warm_up_tokens=DOCUMENT_TOKENS)
-QUICK = Plan(documents=1, repeats=2, no_hit_prompts=2, host_only=False, warm_up_tokens=2000)
+FULL = Plan(documents=5, repeats=3, no_hit_prompts=40, host_only=True, idle=True, warm_up_tokens=DOCUMENT_TOKENS)
+QUICK = Plan(documents=1, repeats=2, no_hit_prompts=2, host_only=False, idle=False, warm_up_tokens=2000)
 
 
 @dataclass(slots=True)
@@ -102,6 +103,8 @@ class Bench:
             engines["file"] = start("file")
             for number in range(len(self._documents)):
                 self._after_restart(number, engines["plain"], engines["file"])
+            if self._plan.idle:
+                engines["idle"] = start("idle")
             self.no_hits = no_hit.compute_unseen(engines, self._no_hit_prompts)
 
     def _first_time(self, number: int, engines: Mapping[str, LiveEngine]) -> None:

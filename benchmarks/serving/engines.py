@@ -18,6 +18,7 @@ from ucmcache.errors import UcmCacheError
 # In the order in which they are shown.
 NAMES = {
     "plain": "vLLM",
+    "idle": "vLLM, idle connector",
     "host": "ucmcache, host only",
     "file": "ucmcache, folder",
     "mooncake": "Mooncake",
@@ -132,6 +133,11 @@ class Launcher:
         on_disk = kv_transfer_config(self.store)
         transfer = {
             "plain": None,
+            "idle": {
+                "kv_connector": "IdleConnector",
+                "kv_connector_module_path": "serving.idle_connector",
+                "kv_role": "kv_both",
+            },
             "host": {**on_disk, "kv_connector_extra_config": {}},
             "file": on_disk,
             "mooncake": {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},

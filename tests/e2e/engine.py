@@ -201,6 +201,12 @@ class Engine:
             raise AssertionError("vLLM's prefix cache could not be reset: something still holds blocks")
         self.poison()
 
+    def preempt_all(self) -> None:
+        """Preempt what runs, as vLLM does when its weights change, and poison all KV memory."""
+        if not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise AssertionError("the running requests were not preempted")
+        self.poison()
+
     def free_blocks(self) -> int:
         """Free blocks of the engine's pool."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

@@ -195,23 +195,68 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
     setattr(HostTransfer, "load", watched_load)
     setattr(SchedulerSide, "lookup", watched_lookup)
     engine = _engine(arguments, max_num_batched_tokens=4096)
+    block = engine.block_tokens
+    # From block - 1 on over the first two ends of blocks, over two later ones, and far behind.
+    starts = (4, 160, 400)
+    answers = arguments.get("answers") or {
+        str(start): engine.generate(tokens(start, seed=start), 60)["tokens"] for start in starts
+    }
     rows = []
-    for start in (16, 160, 400):
-        first = tokens(start, seed=start)
-        answer = arguments["answers"][str(start)] if "answers" in arguments else engine.generate(first, 60)["tokens"]
-        for generated in range(15, 36):
+    for start in starts:
+        answer = answers[str(start)]
+        for generated in range(block - 5, 2 * block + 5):
             engine.poison_free()
-            prompt = [*first, *answer[:generated]]
+            prompt = [*tokens(start, seed=start), *answer[:generated]]
             one = engine.generate(prompt, 20)
             # Only a hit of n-1 goes on as the engine did; a prefill from token 0 is its own run.
             rows.append({"prompt": len(prompt), "expected": answer[generated:][:20], **one})
-        rows[-1]["answer"] = answer
+    engine.poison_free()
+    # Two prompts that share the first blocks of what is kept, with other suffixes: never a hit within.
+    shared = [*tokens(160, seed=160), *answers["160"][: block + 3]]
+    others = [engine.generate([*shared, *tokens(count, seed=count)], OUTPUT) for count in (31, block + 31)]
     result = {
+        "block": block,
         "rows": rows,
+        "others": others,
         "promises": promises,
         "mismatches": mismatches,
         "counts": dict(engine.counts),
-        "answers": {str(start): row["answer"] for start, row in zip((16, 160, 400), rows[20::21], strict=True)},
+        "answers": answers,
+        "lost_blocks": blocks_not_given_back(engine),
+    }
+    engine.shutdown()
+    return result
+
+
+def mla_reference(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Without a connector: the prompts with other suffixes, cold."""
+    engine = _engine(arguments, connector=False, max_num_batched_tokens=4096)
+    shared = [*tokens(160, seed=160), *arguments["answers"]["160"][: arguments["block"] + 3]]
+    others = [engine.generate([*shared, *tokens(count, seed=count)], OUTPUT) for count in (31, arguments["block"] + 31)]
+    engine.shutdown()
+    return {"others": others}
+
+
+def eight_at_once(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Eight conversations in one batch, and all eight resumed in one batch, each from one token behind a block's end.
+
+    Their batches are alike in every step, so the tokens are, too, on a model whose numbers depend on the batch.
+    """
+    engine = _engine(arguments, max_num_batched_tokens=4096)
+    block = engine.block_tokens
+    generated = 12
+    firsts = [tokens((1 + i % 4) * block + 1 - generated, seed=600 + i) for i in range(8)]
+    answers = arguments.get("answers") or [one["tokens"] for one in engine.generate_all(firsts, generated + OUTPUT)]
+    engine.poison_free()
+    prompts = [[*first, *answer[:generated]] for first, answer in zip(firsts, answers, strict=True)]
+    resumed = engine.generate_all(prompts, OUTPUT)
+    result = {
+        "rows": [
+            {**one, "prompt": len(prompt), "expected": answer[generated:]}
+            for one, prompt, answer in zip(resumed, prompts, answers, strict=True)
+        ],
+        "answers": answers,
+        "counts": dict(engine.counts),
         "lost_blocks": blocks_not_given_back(engine),
     }
     engine.shutdown()
@@ -322,6 +367,67 @@ def calm(arguments: dict[str, Any]) -> dict[str, Any]:
     result = {"crowd": crowd, "after": after, "together": [one["tokens"] for one in together]}
     engine.shutdown()
     return result
+
+
+GENERATED = 5  # tokens that a request has of its own when it is preempted alone
+
+
+def lone_prompts(block: int) -> list[list[int]]:
+    """Prompts that end GENERATED tokens before, at and behind the ends of the first two blocks."""
+    ends = [edge + offset for edge in (block, 2 * block) for offset in (-1, 0, 1, 2, 7)]
+    return [tokens(end - GENERATED, seed=500 + end) for end in ends]
+
+
+def preempted_alone(arguments: dict[str, Any]) -> dict[str, Any]:
+    """One request at a time, preempted when it has generated a few tokens; its blocks are poisoned.
+
+    Nothing else is in its batch, before or after. So its tokens can be compared on models whose numbers depend on what
+    they are computed together with.
+    """
+    engine = _engine(arguments)
+    rows = []
+    for prompt in lone_prompts(engine.block_tokens):
+        name = engine.add(prompt, GENERATED + OUTPUT)
+        request = engine.scheduler.requests[engine.ids[name]]
+        while request.num_output_tokens < GENERATED:
+            engine.step()
+        adopted = engine.counts["adopted_tokens"]
+        engine.preempt_all()
+        cut = request.num_output_tokens
+        engine.finish()
+        rows.append(
+            {
+                "tokens": engine.outputs[name],
+                "cut": cut,
+                "preemptions": request.num_preemptions,
+                "adopted": engine.counts["adopted_tokens"] - adopted,
+            }
+        )
+        engine.reset_local()
+    result = {
+        "block": engine.block_tokens,
+        "rows": rows,
+        "jobs": engine.connector._scheduler.jobs_in_flight,
+        "lost_blocks": blocks_not_given_back(engine),
+        "failures": [name for name in engine.counts if name.startswith("failures")],
+    }
+    engine.shutdown()
+    return result
+
+
+def not_preempted(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `preempted_alone` computes, without a connector: in one go, and in two requests cut at the same token.
+
+    The second of the two resumes from the engine's own prefix cache, if the model has one.
+    """
+    engine = _engine(arguments, connector=False)
+    rows = []
+    for prompt, one in zip(lone_prompts(engine.block_tokens), arguments["rows"], strict=True):
+        whole = engine.generate(prompt, GENERATED + OUTPUT)["tokens"]
+        rest = engine.generate([*prompt, *whole[: one["cut"]]], GENERATED + OUTPUT - one["cut"])
+        rows.append({"whole": whole, "rest": rest["tokens"], "local": rest["local"]})
+    engine.shutdown()
+    return {"rows": rows}
 
 
 def watch_preemptions(engine: Engine) -> dict[str, list[int]]:

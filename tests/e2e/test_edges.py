@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import run
+from tests.e2e.scenarios import lone_prompts
 
 pytestmark = pytest.mark.e2e
 Checkpoint = Callable[[str], Path]
@@ -23,17 +24,41 @@ def test_mla_on_cpu_promises_all_but_the_last_token_or_nothing(checkpoint: Check
     }
     first = run("mla", {**arguments, "fresh": True})
     second = run("mla", {**arguments, "answers": first["answers"]})
+    plain = run("mla_reference", {**arguments, **{name: first[name] for name in ("answers", "block")}})
+    block = first["block"]
     for result in (first, second):
         assert all(promise in (0, length - 1) for length, promise in result["promises"])
+        lengths = [row["prompt"] for row in result["rows"]]
+        assert {edge + offset for edge in (block, 2 * block) for offset in (-1, 0, 1)} <= set(lengths)
         hits = [row for row in result["rows"] if row["external"]]
         # Whenever the last token but one ends a block that the conversation filled.
-        assert [row["prompt"] for row in hits] == [33, 49, 177, 193, 417, 433]
+        assert [row["prompt"] for row in hits] == [length for length in lengths if length % block == 1]
+        assert len(hits) == 6
         for row in hits:
             assert row["external"] == row["prompt"] - 1
             assert row["tokens"] == row["expected"], row["prompt"]  # the continuation control
+        for other, expected in zip(result["others"], plain["others"], strict=True):
+            assert other["external"] == 0
+            assert other["tokens"] == expected["tokens"]
         assert result["lost_blocks"] == 0
         assert result["counts"]["loaded_bytes"] > 0
     assert first["mismatches"] == []
+    assert second["counts"]["read_bytes"] > 0
+
+
+def test_eight_mla_requests_resume_at_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "model": str(checkpoint("deepseek-v2")),
+        "extra": {"backend": {"url": (tmp_path / "store").as_uri()}},
+    }
+    first = run("eight_at_once", arguments)
+    second = run("eight_at_once", {**arguments, "answers": first["answers"]})
+    for result in (first, second):
+        assert len(result["rows"]) == 8
+        for row in result["rows"]:
+            assert row["external"] == row["prompt"] - 1
+            assert row["tokens"] == row["expected"], row["prompt"]
+        assert result["lost_blocks"] == 0
     assert second["counts"]["read_bytes"] > 0
 
 
@@ -135,6 +160,31 @@ def test_damage_between_runs_costs_only_time(shape: str, checkpoint: Checkpoint,
             if folder.is_dir():
                 folder.chmod(0o700)
         shutil.rmtree(store)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3", "gpt-oss", "lfm2", "qwen3-next", "deepseek-v2"])
+def test_preempted_alone_the_tokens_are_those_of_an_engine_without_a_cache(shape: str, checkpoint: Checkpoint) -> None:
+    arguments: dict[str, Any] = {"model": str(checkpoint(shape)), "options": {"max_model_len": 1024}}
+    result = run("preempted_alone", arguments)
+    plain_options = dict(arguments["options"])
+    if shape not in ("llama", "deepseek-v2"):
+        # vLLM itself keeps a state at every block then, so that it can resume where we do.
+        plain_options["prefix_cache_retention_interval"] = result["block"]
+    plain = run("not_preempted", {**arguments, "options": plain_options, "rows": result["rows"]})
+    for prompt, one, expected in zip(lone_prompts(result["block"]), result["rows"], plain["rows"], strict=True):
+        computed = len(prompt) + one["cut"]
+        deepest = (computed - 1) // result["block"] * result["block"]
+        if shape == "deepseek-v2" and deepest != computed - 1:
+            deepest = 0  # without chunked prefill, all but the last token or nothing
+        assert one["preemptions"] == 1
+        assert one["adopted"] == deepest, computed
+        assert one["tokens"][: one["cut"]] == expected["whole"][: one["cut"]], computed
+        # An MLA hit of n-1 goes on where the engine was; anything else is the engine's own resume from there.
+        rest = expected["whole"][one["cut"] :] if shape == "deepseek-v2" and deepest else expected["rest"]
+        assert one["tokens"][one["cut"] :] == rest, computed
+        assert shape == "deepseek-v2" or expected["local"] == deepest, computed
+    assert any(one["adopted"] for one in result["rows"])
+    assert (result["jobs"], result["lost_blocks"], result["failures"]) == (0, 0, [])
 
 
 # Blocks of the KV space, tokens to generate.
