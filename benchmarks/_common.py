@@ -60,7 +60,7 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def console() -> Console:
     """Where tables go; as wide as they need when it is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console() if sys.stdout.isatty() else Console(width=170)
 
 
 def print_goals(goals: Sequence[Goal]) -> None:
