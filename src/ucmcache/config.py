@@ -118,10 +118,13 @@ class BackendSettings(_Settings):
 
 
 class RetentionSettings(_Settings):
-    """Which states are kept: one per `interval_tokens`; with None, each that a step leaves on a block boundary."""
+    """Which states are kept besides those at the ends of prompts and answers and where requests part.
+
+    One per `interval_tokens`; with None, each that a step leaves on a block boundary.
+    """
 
     interval_tokens: int | None = Field(
-        default=None, strict=True, ge=1, description="a number of tokens from 1, or null to keep all", examples=[8192]
+        default=8192, strict=True, ge=1, description="a number of tokens from 1, or null to keep all", examples=[8192]
     )
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Prompt, resolve_hit
-from ucmcache.coordinator.retention import Retention
 from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind
 from ucmcache.store.arena import Presence
 from ucmcache.store.block import BlockStore
@@ -123,7 +122,7 @@ def test_needed_is_all_and_only_what_a_promise_needs(case: tuple[Prompt, list[Bo
     if hit.resume_tokens == p.local_tokens:
         return
     seeds = {r.group: r.seed for r in rows}
-    coordinator = Coordinator(rows, BlockStore([], seeds, b"n" * 16), SnapshotStore([], seeds, b"n" * 16), Retention())
+    coordinator = Coordinator(rows, BlockStore([], seeds, b"n" * 16), SnapshotStore([], seeds, b"n" * 16), None)
     units = coordinator.needed(p, hit.resume_tokens)
     assert all(given_.at[key.group, key.depth_tokens] == Presence.READY for key, _ in units)
     assert all(key.depth_tokens == int(key.prefix) for key, _ in units)
@@ -141,7 +140,7 @@ def test_the_minimum_of_each_groups_deepest_is_unsound() -> None:
     hit = resolve_hit(prompt(5000, 1024), rows, given_, given_)
     assert (hit.resume_tokens, hit.chain_tokens) == (1024, 4096)
     assert hit.limited_by == "1:MambaSpec"
-    assert hit.lost == {"never_saved": 3072}
+    assert hit.lost == {"not_offered": 3072}
 
 
 def test_a_state_that_consumed_the_last_token_is_never_promised() -> None:

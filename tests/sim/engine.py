@@ -137,7 +137,9 @@ class SimEngine:
     ) -> None:
         self.groups = list(groups)
         self.order = order
-        base = _vllm_config(str(model), json.dumps(extra_config or {}), order, policy, "{}")
+        # Every state that there is, unless a test is about which are kept: more positions to be wrong at.
+        extra_config = {"retention": {"interval_tokens": None}, **(extra_config or {})}
+        base = _vllm_config(str(model), json.dumps(extra_config), order, policy, "{}")
         self.config = copy.deepcopy(base)
         self.kv_cache_config = self._kv_cache_config(num_blocks, layout, retention_interval)
         self.config.cache_config.num_gpu_blocks = num_blocks
@@ -527,6 +529,12 @@ class SimEngine:
     def side(self) -> Any:
         """The connector's scheduler side."""
         return self.scheduler.connector._scheduler
+
+    def tokens_accounted_for(self) -> bool:
+        """Whether every token that the chains had was adopted or lost for a cause; asked when no request is left."""
+        self._count(self.side.take_counts())
+        lost = sum(n for name, n in self.counts.items() if name.startswith("lost_tokens/"))
+        return self.counts.get("chain_tokens", 0) == self.counts.get("adopted_tokens", 0) + lost
 
     def free_blocks(self) -> int:
         """Free blocks of the engine's pool."""

@@ -40,6 +40,7 @@ class Life:
         extra = {
             "host": {"blocks": self.random.choice([60_000, 400_000]), "snapshots": self.random.choice([3_000, 40_000])},
             "backend": {"url": self.folder.as_uri()},
+            "retention": {"interval_tokens": self.random.choice([None, 32, 8192])},
             "promise_deadline": self.random.choice(["1ms", "2s"]),
         }
         engine = SimEngine(

@@ -80,6 +80,7 @@ def assert_at_rest(engine: SimEngine) -> None:
     engine.run()
     side = engine.side
     assert side.jobs_in_flight == 0
+    assert engine.tokens_accounted_for()
     assert side.coordinator.blocks.pinned_slots == side.coordinator.states.pinned_slots == 0
     assert engine.reset_local()
     assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
@@ -144,6 +145,36 @@ def test_shared_prefix_with_different_suffixes(start: Start) -> None:
         assert engine.generate(f"r{i}", prompt) == SimEngine.expected(prompt, 4)
         engine.reset_local()
     assert engine.counts["adopted_tokens"] >= 3 * 64
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("mix", ["state", "three states", "all"])
+def test_the_second_way_past_a_junction_leaves_a_state_there(
+    start: Start, tmp_path: Path, mix: str, restarted: bool
+) -> None:
+    """Only our store knows the shared prefix; the first request to part from it makes the engine leave a state."""
+    sparse = {**disk(tmp_path), "retention": {"interval_tokens": 8192}}
+    engine = start(MIXES[mix], sparse, max_step_tokens=512)
+    shared, junction = prompt_of(90), 90 // (grid := lcm(*(group.block_tokens for group in MIXES[mix]))) * grid
+    resumed = []
+    for i in range(4):
+        prompt = [*shared, *prompt_of(47, seed=i)]
+        before = engine.counts.get("adopted_tokens", 0)
+        assert engine.generate(f"r{i}", prompt) == SimEngine.expected(prompt, 4)
+        resumed.append(engine.counts.get("adopted_tokens", 0) - before)
+        assert_at_rest(engine)
+        if restarted and i < 3:
+            engine.close()
+            engine = start(MIXES[mix], sparse, max_step_tokens=512)
+    assert resumed == [0, 0, junction, junction]
+    if not restarted:
+        assert engine.counts["lost_tokens/not_offered"] == junction
+        # The prompts' ends, the junction, and no state without a reason.
+        assert engine.counts["state_saves/junction"] == 1
+        assert engine.counts["state_saves/prompt_end"] == 4
+        assert "state_saves/interval" not in engine.counts
+        assert engine.counts["state_first_reads/junction"] == 1
+        assert engine.counts["state_saved_tokens/junction"] == 2 * junction
 
 
 def test_no_hit_across_salts(start: Start) -> None:

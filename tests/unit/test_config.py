@@ -72,13 +72,13 @@ def test_defaults() -> None:
     assert settings == Config()
     assert (settings.host.blocks_bytes, settings.host.snapshots_bytes) == (2 * GIB, GIB)
     assert settings.backend is None
-    assert settings.retention.interval_tokens is None
+    assert settings.retention.interval_tokens == 8192
     assert settings.namespace == "default"
     assert settings.promise_deadline_s == 2.0
     assert settings.effective() == {
         "host": {"blocks": "2GiB", "snapshots": "1GiB"},
         "backend": None,
-        "retention": {"interval_tokens": None},
+        "retention": {"interval_tokens": 8192},
         "namespace": "default",
         "promise_deadline": "2s",
     }

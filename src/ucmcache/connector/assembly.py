@@ -12,7 +12,6 @@ from ucmcache.connector.layout import group_facts
 from ucmcache.connector.messages import Setup, WorkerFacts
 from ucmcache.connector.scheduler import SchedulerSide
 from ucmcache.coordinator.coordinator import Coordinator
-from ucmcache.coordinator.retention import Retention
 from ucmcache.coordinator.spec import BoundRow, Kind, bind
 from ucmcache.keys import Namespace
 from ucmcache.store.arena import plan_arenas
@@ -54,7 +53,7 @@ def build_scheduler_side(
     if backend is not None:
         _index_backend(backend, namespace, world_size, blocks, states)
         backend.close()
-    coordinator = Coordinator(rows, blocks, states, Retention(config.retention.interval_tokens))
+    coordinator = Coordinator(rows, blocks, states, config.retention.interval_tokens)
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     logger.info("ucmcache: namespace %s; %s", namespace.digest.hex(), coordinator.describe())
     _warn(vllm_config, namespace, rows)
@@ -128,6 +127,13 @@ def _warn(vllm_config: Any, namespace: Namespace, rows: Sequence[BoundRow]) -> N
             "ucmcache: prefix_caching_hash_algo=%s without PYTHONHASHSEED draws a new seed in every process, so "
             "nothing stored will be found after a restart; set PYTHONHASHSEED to one value, or use sha256",
             namespace.fields["hash_algorithm"],
+        )
+    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
+    if any(row.kind is Kind.SNAPSHOT for row in rows) and interval == 0:
+        logger.info(
+            "ucmcache: this engine leaves states at the ends of prompts and prefill chunks only; tokens that are lost "
+            'for want of others are counted as lost_tokens{cause="not_offered"}, and '
+            "--prefix-cache-retention-interval N makes it leave one every N tokens"
         )
     if any(row.kind is Kind.SNAPSHOT for row in rows) and not vllm_config.cache_config.enable_prefix_caching:
         logger.warning(

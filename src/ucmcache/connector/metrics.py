@@ -18,19 +18,29 @@ METRICS: dict[str, str] = {
     "loaded_tokens": "Promised tokens whose bytes reached the engine's blocks.",
     "adopted_tokens": "Loaded tokens that a request then really resumed from.",
     "failed_tokens": "Promised tokens whose load failed; they are recomputed.",
-    "lost_tokens": "Tokens that the chain groups had but that could not be resumed from, by cause.",
+    "chain_tokens": "Tokens that the chain groups had, beyond the engine's own, for requests as they were admitted.",
+    "lost_tokens": "Chain tokens that were not adopted, by cause.",
     "saved_bytes": "Bytes copied out of the engine into host memory.",
     "loaded_bytes": "Bytes copied from host memory into the engine.",
     "written_bytes": "Bytes written to the backend.",
     "read_bytes": "Bytes read from the backend and verified.",
     "saved_blocks": "Blocks of chain groups kept.",
     "saved_states": "States of recurrent groups kept.",
+    "state_saves": "Positions whose states were kept, by why.",
+    "state_first_reads": "Of these, resumed from at least once.",
+    "state_saved_tokens": "Tokens that requests resumed past, by why there was a state.",
     "evicted_units": "Units that left host memory to make room.",
     "refused_units": "Units not kept, since host memory was full of units in use.",
     "late_lookups": "Lookups that stopped waiting for the backend at the promise deadline.",
     "failures": "Failed jobs, by operation and cause.",
 }
-LABELS: dict[str, str] = {"lost_tokens": "cause", "failures": "cause"}
+LABELS: dict[str, str] = {
+    "lost_tokens": "cause",
+    "failures": "cause",
+    "state_saves": "trigger",
+    "state_first_reads": "trigger",
+    "state_saved_tokens": "trigger",
+}
 
 
 class Counters:

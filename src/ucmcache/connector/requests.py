@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ucmcache.coordinator.hit import Hit
+from ucmcache.coordinator.retention import Trigger
+
 
 @dataclass(slots=True)
 class Unnamed:
@@ -16,6 +19,7 @@ class Unnamed:
     """
 
     position_tokens: int
+    trigger: Trigger
     table: Mapping[int, Sequence[int]]  # group -> its block
     overwritten: bool = False  # the engine gave a block to somebody else
 
@@ -35,9 +39,12 @@ class Tracked:
     staging: int = 0  # units on their way for it
     failed: bool = False  # a load failed: no more promises for this request
     loaded_tokens: int = 0  # loaded, not yet run
-    lost: Mapping[str, int] = field(default_factory=dict)  # by its last lookup; counted when it is admitted
+    open_tokens: int = 0  # promised; whether they are adopted or lost is still open
+    junction_tokens: int = 0  # where it left the path that others went before it, by its last lookup
+    hit: Hit | None = None  # its last lookup; counted when it is admitted
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
-    state_tokens: int = 0  # position of the last state taken from a running column
+    state_tokens: int = 0  # position of the last state kept of it
+    output_end: bytes = b""  # prefix of the last state kept in its output
     seen_tokens: int = 0  # where the last step ended
     due_tokens: int = 0  # a step that ends before this position fills no block
     unnamed: list[Unnamed] = field(default_factory=list)
@@ -58,5 +65,6 @@ class Tracked:
         """Nothing of the request is computed yet, or no longer (preemption)."""
         self.columns.clear()
         self.unnamed.clear()
+        self.output_end = b""
         self.state_tokens = self.seen_tokens = self.due_tokens = 0
         self.epoch = epoch

@@ -13,6 +13,7 @@ from ucmcache.connector.metrics import Counters
 from ucmcache.connector.requests import Tracked, Unnamed
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.hit import Prompt
+from ucmcache.coordinator.retention import Trigger
 from ucmcache.coordinator.spec import Kind
 from ucmcache.keys import SnapshotKey
 
@@ -87,14 +88,19 @@ class SavePlanner:
         self._plan_named(plan, tracked, prompt)
         if drafts or not self._coordinator.on_grid(end) or not self._exact(tracked, end):
             return
-        if self._coordinator.retention.wants(end, tracked.state_tokens):
+        trigger = self._trigger(tracked, end)
+        if trigger is None:
+            self._coordinator.pass_over(prompt, end)
+        else:
             tracked.state_tokens = end
             if end > prompt.hashed_tokens:
-                self._remember(tracked, end, table)
-            elif units := self._coordinator.missing_states(prompt, end):
-                self._copy(plan, units, table)
+                self._remember(tracked, end, trigger, table)
+            else:
+                self._keep(plan, tracked, prompt, end, trigger, self._coordinator.missing_states(prompt, end), table)
 
-    def plan_offers(self, plan: StepPlan, prompt: Prompt, offers: Iterable[tuple[int, int, int]]) -> None:
+    def plan_offers(
+        self, plan: StepPlan, tracked: Tracked, prompt: Prompt, offers: Iterable[tuple[int, int, int]]
+    ) -> None:
         """The states that the engine itself hands over after this step: (group, block, position) each."""
         positions: dict[int, dict[int, list[int]]] = {}
         for group, block, position in offers:
@@ -102,8 +108,10 @@ class SavePlanner:
             positions.setdefault(position, {})[group] = [block]
         for position, table in positions.items():
             missing = self._coordinator.missing_states(prompt, position)
-            if units := [Placed(key, 0) for key, _ in missing if key.group in table]:
-                self._copy(plan, units, table)
+            units = [Placed(key, 0) for key, _ in missing if key.group in table]
+            # What the engine went out of its way for is kept in any case.
+            trigger = self._trigger(tracked, position) or Trigger.INTERVAL
+            self._keep(plan, tracked, prompt, position, trigger, units, table)
 
     def ended(self, job: Job, phase: Phase, cause: str) -> None:
         """A phase of a save has been reported by all ranks."""
@@ -123,12 +131,38 @@ class SavePlanner:
             elif phase is Phase.WRITTEN and not cause and job.epoch == self._jobs.epoch:
                 store.set_stored(key, True)
 
+    def _trigger(self, tracked: Tracked, position_tokens: int) -> Trigger | None:
+        return self._coordinator.retention.trigger(
+            position_tokens, tracked.request.num_prompt_tokens, tracked.junction_tokens, tracked.state_tokens
+        )
+
+    def _keep(
+        self,
+        plan: StepPlan,
+        tracked: Tracked,
+        prompt: Prompt,
+        position_tokens: int,
+        trigger: Trigger,
+        missing: Sequence[Placed],
+        table: Table,
+    ) -> None:
+        """Save the states of a position, or see to it that those which are here count for what they are now."""
+        if missing:
+            if not self._copy(plan, missing, table):
+                return
+            self._counters.add("state_saves", 1, trigger)
+        if trigger is Trigger.OUTPUT_END:
+            if tracked.output_end:
+                self._coordinator.demote(tracked.output_end)
+            tracked.output_end = prompt.prefix(position_tokens)
+        self._coordinator.keep(prompt, position_tokens, trigger)
+
     def _exact(self, tracked: Tracked, end: int) -> bool:
         # With drafts in the engine, num_computed_tokens may count tokens whose acceptance is still open; a prefill's
         # does not.
         return not self._speculative or end <= tracked.request.num_prompt_tokens
 
-    def _remember(self, tracked: Tracked, end: int, table: Table) -> None:
+    def _remember(self, tracked: Tracked, end: int, trigger: Trigger, table: Table) -> None:
         """Keep an eye on the running columns' blocks: a full column is not written to again, unless it is given away.
 
         No reference is held, so neither the engine's pool nor a reset of it is in the way; the pool tells of reuse.
@@ -140,7 +174,7 @@ class SavePlanner:
         held = {group: [table[group][column]] for group, column in columns}
         if any(block == NULL_BLOCK for (block,) in held.values()):
             return
-        unnamed = Unnamed(end, held)
+        unnamed = Unnamed(end, trigger, held)
 
         def reused(_: Any) -> None:
             unnamed.overwritten = True
@@ -155,8 +189,9 @@ class SavePlanner:
         for one in [one for one in tracked.unnamed if one.position_tokens <= prompt.hashed_tokens]:
             tracked.unnamed.remove(one)
             missing = self._coordinator.missing_states(prompt, one.position_tokens)
-            if missing and not one.overwritten:
-                self._copy(plan, [Placed(key, 0) for key, _ in missing], one.table)
+            if not one.overwritten:
+                units = [Placed(key, 0) for key, _ in missing]
+                self._keep(plan, tracked, prompt, one.position_tokens, one.trigger, units, one.table)
 
     def _copy(self, plan: StepPlan, units: Sequence[Placed], table: Table) -> bool:
         """Save units that are of use only together: all of them, or none. False if there is no room for them."""

@@ -20,7 +20,8 @@ from ucmcache.connector.requests import Tracked
 from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.hit import Prompt
-from ucmcache.keys import Namespace, UnitKey
+from ucmcache.coordinator.retention import Trigger
+from ucmcache.keys import Namespace, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
 
 # A backend that never answers must not keep an idle engine awake for ever.
@@ -87,13 +88,16 @@ class SchedulerSide:
     def forget(self, request_id: str) -> None:
         """The request ended; its jobs in flight end on their own."""
         self._wanted.pop(request_id, None)
-        self._requests.pop(request_id, None)
+        if tracked := self._requests.pop(request_id, None):
+            self._lose(tracked, "aborted")
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
         tracked = self._requests.get(request.request_id)
         self._wanted.pop(request.request_id, None)
         if tracked is not None:
+            self._lose(tracked, "preempted")
+            tracked.hit = None
             tracked.start_over(self._jobs.epoch)
         if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
@@ -113,7 +117,12 @@ class SchedulerSide:
         tracked.staged = tracked.asked_s is not None
         tracked.asked_s = None
         tracked.local_tokens = local_tokens
-        tracked.lost = hit.lost
+        tracked.hit = hit
+        tracked.junction_tokens = self._coordinator.junction(hit)
+        # The engine then ends a prefill chunk there, so that there is a state, and keeps it itself, too. It sets the
+        # attribute anew before every lookup.
+        if tracked.junction_tokens > getattr(request, "shared_prefix_boundary", tracked.junction_tokens):
+            request.shared_prefix_boundary = tracked.junction_tokens
         return hit.resume_tokens - local_tokens
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
@@ -121,12 +130,11 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
-        for cause, tokens in tracked.lost.items():
-            self.counters.add("lost_tokens", tokens, cause)
-        tracked.lost = {}
+        resume = tracked.local_tokens + external_tokens
+        self._count_admission(tracked, resume)
         if external_tokens == 0:
             return
-        resume = tracked.local_tokens + external_tokens
+        tracked.open_tokens = external_tokens
         slots: list[tuple[UnitKey, int]] = []
         copies: list[UnitCopy] = []
         broken = False
@@ -144,6 +152,26 @@ class SchedulerSide:
         job = self._jobs.start(slots, (Phase.LOADED,), request_id=request.request_id, tokens=external_tokens)
         self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
         self.counters.add("promised_tokens", external_tokens)
+
+    def _count_admission(self, tracked: Tracked, resume_tokens: int) -> None:
+        """What the chain groups had is from now on adopted, lost for a cause, or open."""
+        hit, tracked.hit = tracked.hit, None
+        if hit is None:
+            return
+        self.counters.add("chain_tokens", hit.chain_tokens - tracked.local_tokens)
+        for cause, tokens in hit.lost.items():
+            self.counters.add("lost_tokens", tokens, cause)
+        # The engine may take less than it was promised.
+        self.counters.add("lost_tokens", hit.resume_tokens - resume_tokens, "declined")
+        read = self._coordinator.lineage.read(self._prompt(tracked, 0).prefix(resume_tokens))
+        if read is not None and resume_tokens > tracked.local_tokens:
+            trigger, first = read
+            self.counters.add("state_saved_tokens", resume_tokens - tracked.local_tokens, trigger)
+            self.counters.add("state_first_reads", int(first), trigger)
+
+    def _lose(self, tracked: Tracked, cause: str) -> None:
+        self.counters.add("lost_tokens", tracked.open_tokens, cause)
+        tracked.open_tokens = 0
 
     def from_backend(self, request_id: str) -> bool:
         """Whether the request waited for the backend before its promise."""
@@ -173,7 +201,7 @@ class SchedulerSide:
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None and self._keeps(tracked):
-                    self._saving.plan_offers(plan, self._prompt(tracked, 0), offers)
+                    self._saving.plan_offers(plan, tracked, self._prompt(tracked, 0), offers)
         return plan
 
     def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
@@ -191,6 +219,9 @@ class SchedulerSide:
             job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), request_id=request_id)
             if tracked := self._requests.get(request_id):
                 tracked.staging += 1
+                if isinstance(key, SnapshotKey):
+                    # Why it was kept is not known any more; that somebody wants it is.
+                    self._coordinator.keep(self._prompt(tracked, 0), key.depth_tokens, Trigger.PROMPT_END)
             plan.stages.append(StageJob(job, key, slots[0]))
 
     def _keeps(self, tracked: Tracked) -> bool:
@@ -199,7 +230,7 @@ class SchedulerSide:
     def _adopt(self, tracked: Tracked) -> None:
         if tracked.loaded_tokens:
             self.counters.add("adopted_tokens", tracked.loaded_tokens)
-            tracked.loaded_tokens = 0
+            tracked.loaded_tokens = tracked.open_tokens = 0
 
     # -- results ----------------------------------------------------------------------------------------------------
 
@@ -220,6 +251,8 @@ class SchedulerSide:
         if tracked is not None:
             tracked.failed = tracked.failed or bool(cause)
             tracked.loaded_tokens = 0 if cause else job.tokens
+            if cause:
+                self._lose(tracked, "failed")
 
     def _stage_ended(self, job: Job, cause: str) -> None:
         if tracked := self._requests.get(job.request_id):
@@ -252,8 +285,7 @@ class SchedulerSide:
         namespace = Namespace(fields).digest
         self._setup = replace(self._setup, namespace=namespace, fields=fields)
         self._send_setup = True
-        self._coordinator.blocks.clear(namespace)
-        self._coordinator.states.clear(namespace)
+        self._coordinator.clear(namespace)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
-from ucmcache.coordinator.retention import Retention
+from ucmcache.coordinator.lineage import Lineage
+from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import BoundRow, Kind
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
+
+_HERE = (Presence.PENDING, Presence.READY)
 
 
 class Placed(NamedTuple):
@@ -33,14 +36,48 @@ class Coordinator:
     """
 
     def __init__(
-        self, rows: Sequence[BoundRow], blocks: BlockStore, states: SnapshotStore, retention: Retention
+        self, rows: Sequence[BoundRow], blocks: BlockStore, states: SnapshotStore, interval_tokens: int | None
     ) -> None:
         self.rows = tuple(row for row in rows if row.kind is not Kind.NONE)
         self.blocks = blocks
         self.states = states
         self.directory = CheckpointDirectory(self.rows, states)
-        self.retention = retention
         self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
+        self.retention = Retention(interval_tokens, max(self.grid_tokens, 1))
+        self.lineage = Lineage(self.grid_tokens)
+        states.on_gone = lambda prefix: self._revalue(self.lineage.remove(prefix))
+
+    def junction(self, hit: Hit) -> int:
+        """Where a prompt leaves the path that others went before it, if no state is kept there; else 0."""
+        behind = hit.chain_tokens > hit.resume_tokens and "late" not in hit.lost
+        return hit.chain_tokens if behind and any(row.kind is Kind.SNAPSHOT for row in self.rows) else 0
+
+    def keep(self, prompt: Prompt, position_tokens: int, trigger: Trigger) -> None:
+        """If the states at a position are in host memory, or on their way there, know what they are kept for."""
+        prefix = prompt.prefix(position_tokens)
+        groups = [row.group for row in self.rows if row.kind is Kind.SNAPSHOT]
+        if not groups or any(self.states.presence(group, [prefix])[0] not in _HERE for group in groups):
+            return
+        self._revalue(self.lineage.add(prompt, position_tokens, trigger))
+
+    def pass_over(self, prompt: Prompt, position_tokens: int) -> None:
+        """The states at a position could be kept and are not: remembered, to name the cause of a later loss."""
+        for key, _ in self.missing_states(prompt, position_tokens):
+            self.states.note(key, "never_saved")
+
+    def demote(self, prefix: bytes) -> None:
+        """The states of a prefix are no end any more: a later one of the same request took their place."""
+        self._revalue(self.lineage.demote(prefix))
+
+    def clear(self, namespace: bytes) -> None:
+        """Forget everything and go on under another namespace."""
+        self.blocks.clear(namespace)
+        self.states.clear(namespace)
+        self.lineage.clear()
+
+    def _revalue(self, worths: Mapping[bytes, float]) -> None:
+        for prefix, worth in worths.items():
+            self.states.revalue(prefix, worth)
 
     def store_of(self, key: UnitKey) -> BlockStore | SnapshotStore:
         """The store that indexes a key's kind."""

@@ -152,13 +152,10 @@ def _limit(
     """The row that keeps the resume from the deepest position that the chains agree on, and why it does."""
     if not candidates.size or candidates[-1] <= resume_tokens:
         return None, ""
-    for row, rejected in rejects:
-        if not rejected[-1]:
-            continue
-        if row.kind is Kind.CHAIN:
-            return row.name, "late"  # reachable, else the chains would not agree; only not here in time
-        prefix = prompt.prefix(int(candidates[-1]))
-        if states.presence(row.group, [prefix])[0] != Presence.ABSENT:
-            return row.name, "late"
-        return row.name, states.fate(row.group, prefix) or "never_saved"
-    return None, ""
+    behind = [row for row, rejected in rejects if rejected[-1]]
+    prefix = prompt.prefix(int(candidates[-1]))
+    # A state that is nowhere keeps it from there for good; all else is only not here in time.
+    for row in behind:
+        if row.kind is Kind.SNAPSHOT and states.presence(row.group, [prefix])[0] == Presence.ABSENT:
+            return row.name, states.fate(row.group, prefix) or "not_offered"
+    return (behind[0].name, "late") if behind else (None, "")

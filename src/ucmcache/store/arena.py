@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucmcache.errors import ConfigError, ContractError
-from ucmcache.store.eviction import Clock, EvictionPolicy
+from ucmcache.store.eviction import Clock, EvictionPolicy, GreedyDual
 
 
 class Presence(IntEnum):
@@ -139,7 +139,7 @@ class Arena:
             if victims is None:
                 return None
             for slot in victims:
-                self._drop(slot, evicted=True)
+                self.evict(slot)  # some have gone with a sibling already
         slots = []
         for owner in owners:
             if owner.prefix in self._index[owner.group]:
@@ -167,6 +167,22 @@ class Arena:
     def touch(self, slot: int) -> None:
         """The slot's content was used."""
         self._policy.touch(slot)
+
+    def revalue(self, slot: int, worth: float) -> None:
+        """What the slot's content saves; only for a policy that goes by it."""
+        if isinstance(self._policy, GreedyDual):
+            self._policy.revalue(slot, worth)
+
+    def owner(self, slot: int) -> Owner | None:
+        """What a slot holds or is reserved for; None if it is free, or its content was forgotten."""
+        return None if slot in self._doomed else self._owner[slot]
+
+    def evict(self, slot: int) -> bool:
+        """Give up a slot's content; False if it is in use."""
+        if not self._evictable(slot):
+            return False
+        self._drop(slot, evicted=True)
+        return True
 
     def pin(self, slot: int) -> None:
         """Keep the slot's content until `unpin`; pins count."""

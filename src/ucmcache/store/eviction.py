@@ -1,7 +1,8 @@
-"""Who leaves when room is needed: the eviction contract and CLOCK."""
+"""Who leaves when room is needed: the eviction contract, CLOCK for blocks, greedy-dual for states."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Protocol
 
@@ -76,3 +77,70 @@ class Clock:
             return None
         self._hand = hand
         return chosen
+
+
+class GreedyDual:
+    """By worth: what saves least goes first, and what is not used sinks until it does.
+
+    A slot has priority L + worth * (1 + uses), uses counted up to 8 and L as of its last use; the lowest goes, and L
+    rises to the priority of what went. So a worthy slot outlives many unworthy ones, and nothing stays for ever.
+    Source: Cao and Irani 1997 (greedy-dual), Cherkasova 1998 (with frequency).
+    """
+
+    _COUNTED_USES = 8
+
+    def __init__(self, slots: int) -> None:
+        self._worth = [0.0] * slots
+        self._uses = [0] * slots
+        self._base = [0.0] * slots
+        self._entry = [0] * slots  # number of the slot's entry in the heap that counts; 0 for an empty slot
+        self._heap: list[tuple[float, int, int]] = []  # priority, number, slot
+        self._numbers = 0
+        self._level = 0.0  # L
+
+    def add(self, slot: int) -> None:
+        self._worth[slot] = 0.0
+        self._uses[slot] = 0
+        self._base[slot] = self._level
+        self._push(slot)
+
+    def revalue(self, slot: int, worth: float) -> None:
+        """What the slot's content saves, in any unit that all slots share; 0 until it is told."""
+        if self._entry[slot] and worth != self._worth[slot]:
+            self._worth[slot] = worth
+            self._push(slot)
+
+    def touch(self, slot: int) -> None:
+        if self._entry[slot]:
+            self._uses[slot] = min(self._uses[slot] + 1, self._COUNTED_USES)
+            self._base[slot] = self._level
+            self._push(slot)
+
+    def remove(self, slot: int) -> None:
+        self._entry[slot] = 0
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
+        chosen: list[tuple[float, int, int]] = []
+        spared: list[tuple[float, int, int]] = []
+        while self._heap and len(chosen) < count:
+            entry = heapq.heappop(self._heap)
+            _, number, slot = entry
+            if self._entry[slot] == number:
+                (chosen if evictable(slot) else spared).append(entry)
+        given_up = len(chosen) == count
+        for entry in spared if given_up else [*spared, *chosen]:
+            heapq.heappush(self._heap, entry)
+        if not given_up:
+            return None
+        if chosen:
+            self._level = max(self._level, chosen[-1][0])
+        return [slot for _, _, slot in chosen]
+
+    def _push(self, slot: int) -> None:
+        self._numbers += 1
+        self._entry[slot] = self._numbers
+        priority = self._base[slot] + self._worth[slot] * (1 + self._uses[slot])
+        heapq.heappush(self._heap, (priority, self._numbers, slot))
+        if len(self._heap) > 4 * len(self._entry) + 64:
+            self._heap = [entry for entry in self._heap if self._entry[entry[2]] == entry[1]]
+            heapq.heapify(self._heap)

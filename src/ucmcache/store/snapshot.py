@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
+from ucmcache.keys import UnitKey
+from ucmcache.store.arena import ArenaPlan, Owner, Presence
+from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.units import UnitStore
 
 
 class SnapshotStore(UnitStore):
     """States of recurrent groups: each stands for exactly one prefix and one position, and serves no other.
 
-    A load copies the state into the request's own block, so a request never writes into a stored state.
+    A load copies the state into the request's own block, so a request never writes into a stored state. Evicts by
+    worth, and the states of one prefix together: one group's is of no use without the others'. `on_gone` hears of every
+    prefix that has no state here any more.
     """
+
+    def __init__(self, plans: Sequence[ArenaPlan], seeds: Mapping[int, bytes], namespace: bytes) -> None:
+        self._worth: dict[bytes, float] = {}
+        self.on_gone: Callable[[bytes], None] = lambda prefix: None
+        super().__init__(plans, seeds, namespace)
+
+    def revalue(self, prefix: bytes, worth: float) -> None:
+        """What the states of `prefix` save, in tokens of any scale that all prefixes share."""
+        self._worth[prefix] = worth
+        for group, arena in self._arena_of.items():
+            slot = arena.slot(group, prefix)
+            if slot is not None:
+                arena.revalue(slot, worth)
+
+    def commit(self, group: int, slot: int) -> None:
+        super().commit(group, slot)
+        arena = self._arena_of[group]
+        owner = arena.owner(slot)
+        if owner is not None:
+            arena.revalue(slot, self._worth.get(owner.prefix, 0.0))
+
+    def abort(self, key: UnitKey, slot: int, cause: str) -> None:
+        super().abort(key, slot, cause)
+        self._left(key.prefix)
+
+    def clear(self, namespace: bytes) -> None:
+        super().clear(namespace)
+        self._worth.clear()
+
+    def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
+        return GreedyDual(plan.slots)
+
+    def _evicted(self, owner: Owner) -> None:
+        super()._evicted(owner)
+        for group, arena in self._arena_of.items():
+            slot = arena.slot(group, owner.prefix)
+            if slot is not None:
+                arena.evict(slot)  # hears of it here, too; not if it is in use
+        self._left(owner.prefix)
+
+    def _left(self, prefix: bytes) -> None:
+        if prefix in self._worth and all(
+            arena.presence(group, [prefix])[0] == Presence.ABSENT for group, arena in self._arena_of.items()
+        ):
+            del self._worth[prefix]
+            self.on_gone(prefix)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ucmcache.keys import UnitKey, physical_id
 from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence
+from ucmcache.store.eviction import Clock, EvictionPolicy
 
 # How many keys' fates are remembered, to name the cause of a later miss.
 _FATES = 65_536
@@ -26,13 +27,16 @@ class UnitStore:
     """
 
     def __init__(self, plans: Sequence[ArenaPlan], seeds: Mapping[int, bytes], namespace: bytes) -> None:
-        self.arenas = [Arena(plan, self._evicted) for plan in plans]
+        self.arenas = [Arena(plan, self._evicted, self._policy(plan)) for plan in plans]
         self._arena_of = {group: arena for arena in self.arenas for group in arena.plan.groups}
         self._seeds = dict(seeds)
         self._namespace = namespace
         self._stored: set[bytes] = set()
         self._fates: OrderedDict[Owner, str] = OrderedDict()
         self.evicted_units = 0
+
+    def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
+        return Clock(plan.slots)
 
     def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
         """Presence code of each prefix's unit, as uint8."""

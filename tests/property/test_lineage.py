@@ -1,0 +1,154 @@
+"""What each kept state saves, against a brute-force search; and who goes first, against a plain list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ucmcache.coordinator.hit import Prompt
+from ucmcache.coordinator.lineage import Lineage
+from ucmcache.coordinator.retention import Retention, Trigger
+from ucmcache.store.eviction import GreedyDual
+
+GRID = 16
+# A path is a string over two letters, one per grid block: many share beginnings.
+PATHS = st.text("ab", min_size=1, max_size=7)
+
+
+def prompt_of(path: str) -> Prompt:
+    hashes = [path[: i + 1].encode() for i in range(len(path))]
+    return Prompt(len(path) * GRID + 1, hashes, GRID)
+
+
+@dataclass
+class Model:
+    """The kept states as a plain dict, path -> trigger."""
+
+    kept: dict[str, Trigger]
+
+    def worth(self, path: str) -> float:
+        anchors = [len(one) for one, trigger in self.kept.items() if not trigger.is_guess and path.startswith(one)]
+        behind = max((length for length in anchors if length < len(path)), default=0)
+        weight = {Trigger.INTERVAL: 0.02, Trigger.JUNCTION: 2.0}.get(self.kept[path], 1.0)
+        return float(((len(path) - behind) * GRID) ** 0.75 * weight)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), PATHS, st.sampled_from(Trigger)),
+    st.tuples(st.just("remove"), PATHS, st.none()),
+    st.tuples(st.just("demote"), PATHS, st.none()),
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.lists(ACTIONS, max_size=30))
+def test_worths_are_true_whoever_comes_and_goes(actions: list[tuple[str, str, Trigger | None]]) -> None:
+    lineage, model = Lineage(GRID), Model({})
+    told: dict[bytes, float] = {}
+    for action, path, trigger in actions:
+        if action == "add" and trigger is not None:
+            # What is known to be wanted stays so.
+            if path not in model.kept or model.kept[path].is_guess:
+                model.kept[path] = trigger
+            changed = lineage.add(prompt_of(path), len(path) * GRID, trigger)
+        elif action == "remove":
+            model.kept.pop(path, None)
+            changed = lineage.remove(path.encode())
+            told.pop(path.encode(), None)
+        else:
+            if path in model.kept:
+                model.kept[path] = Trigger.INTERVAL
+            changed = lineage.demote(path.encode())
+        told |= changed
+        # Who listens to the changes alone knows every worth.
+        assert told == {one.encode(): pytest.approx(model.worth(one)) for one in model.kept}
+        assert len(lineage) == len(model.kept)
+
+
+def test_a_first_read_is_told_once() -> None:
+    lineage = Lineage(GRID)
+    lineage.add(prompt_of("aab"), 3 * GRID, Trigger.JUNCTION)
+    assert lineage.read(b"aab") == (Trigger.JUNCTION, True)
+    assert lineage.read(b"aab") == (Trigger.JUNCTION, False)
+    assert lineage.read(b"aa") is None
+    lineage.clear()
+    assert (lineage.read(b"aab"), len(lineage)) == (None, 0)
+
+
+SLOTS = 6
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "touch", "remove", "revalue", "victims"]),
+        st.integers(0, SLOTS - 1),
+        st.integers(0, 40),
+        st.sets(st.integers(0, SLOTS - 1)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(STEPS)
+def test_greedy_dual_gives_up_the_lowest(steps: list[tuple[str, int, int, set[int]]]) -> None:
+    policy = GreedyDual(SLOTS)
+    level = 0.0
+    held: dict[int, list[float]] = {}  # slot -> worth, uses, base, order of its last change
+    for order, (action, slot, number, pinned) in enumerate(steps):
+        if action == "add" and slot not in held:
+            policy.add(slot)
+            held[slot] = [0.0, 0, level, order]
+        elif action == "touch":
+            policy.touch(slot)
+            if slot in held:
+                worth, uses, _, _ = held[slot]
+                held[slot] = [worth, min(uses + 1, 8), level, order]
+        elif action == "revalue":
+            policy.revalue(slot, float(number))
+            if slot in held and held[slot][0] != number:
+                held[slot] = [float(number), *held[slot][1:3], order]
+        elif action == "remove" and slot in held:
+            policy.remove(slot)
+            del held[slot]
+        elif action == "victims":
+            count = number % 4
+
+            def rank(one: int) -> tuple[float, float]:
+                worth, uses, base, changed = held[one]
+                return base + worth * (1 + uses), changed
+
+            expected = sorted((one for one in held if one not in pinned), key=rank)[:count]
+            got = policy.victims(count, lambda one, pinned=pinned: one not in pinned)  # type: ignore[misc]
+            if len(expected) < count:
+                assert got is None
+                continue
+            assert got == expected
+            if expected:
+                level = max(level, rank(expected[-1])[0])
+            for one in expected:
+                policy.remove(one)
+                del held[one]
+
+
+@pytest.mark.parametrize(
+    ("position", "prompt", "junction", "last", "expected"),
+    [
+        (64, 64, 0, 0, Trigger.PROMPT_END),  # what a longer prompt resumes from
+        (48, 64, 0, 0, Trigger.PROMPT_END),  # what the same prompt resumes from
+        (48, 65, 0, 32, None),
+        (64, 70, 64, 0, Trigger.JUNCTION),
+        (80, 64, 0, 64, Trigger.OUTPUT_END),
+        (32, 200, 0, 0, Trigger.INTERVAL),
+        (48, 200, 0, 32, None),
+        (64, 200, 0, 32, Trigger.INTERVAL),
+        (80, 200, 0, 48, Trigger.INTERVAL),  # not at the multiple itself, if that was no end of a step
+    ],
+)
+def test_triggers(position: int, prompt: int, junction: int, last: int, expected: Trigger | None) -> None:
+    assert Retention(32, GRID).trigger(position, prompt, junction, last) is expected
+
+
+def test_without_an_interval_every_state_is_kept() -> None:
+    assert Retention(None, GRID).trigger(48, 200, 0, 48) is Trigger.INTERVAL
