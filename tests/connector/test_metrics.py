@@ -38,7 +38,8 @@ def test_every_metric_reaches_prometheus() -> None:
         assert len(lines) == 1
         assert lines[0].endswith(f" {float(expected)}")
         assert 'engine="1"' in lines[0]
-        assert ('cause="why"' in lines[0]) == (name in LABELS)
+        assert ('="why"' in lines[0]) == (name in LABELS)
+        assert name not in LABELS or f'{LABELS[name]}="why"' in lines[0]
 
 
 def test_stats_add_up_over_ranks_and_steps_and_travel() -> None:

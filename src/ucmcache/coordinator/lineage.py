@@ -90,9 +90,12 @@ class Lineage:
 
     def worth(self, prefix: bytes) -> float:
         """What the state of a prefix saves, in tokens to the power of 0.75."""
+        return float(self.saved_tokens(prefix) ** _EXPONENT * _WEIGHTS[self._states[prefix].trigger])
+
+    def saved_tokens(self, prefix: bytes) -> int:
+        """Tokens between a prefix's state and the deepest kept state before it, guesses aside."""
         state = self._states[prefix]
-        saved_tokens = state.position_tokens - self._states[state.anchor].position_tokens
-        return float(saved_tokens**_EXPONENT * _WEIGHTS[state.trigger])
+        return state.position_tokens - self._states[state.anchor].position_tokens
 
     def read(self, prefix: bytes) -> tuple[Trigger, bool] | None:
         """A request resumes from a state: why it was kept, and whether it was never read before. None if not kept."""

@@ -1,0 +1,1 @@
+"""What benchmarks/policies.py is made of: traces, baselines, the replay, plots."""
