@@ -138,7 +138,9 @@ class SimEngine:
         self.groups = list(groups)
         self.order = order
         # Every state that there is, unless a test is about which are kept: more positions to be wrong at.
-        extra_config = {"retention": {"interval_tokens": None}, **(extra_config or {})}
+        # And little host memory, which is taken whole.
+        small = {"blocks": "4MiB", "snapshots": "4MiB"}
+        extra_config = {"retention": {"interval_tokens": None}, "host": small, **(extra_config or {})}
         base = _vllm_config(str(model), json.dumps(extra_config), order, policy, "{}")
         self.config = copy.deepcopy(base)
         self.kv_cache_config = self._kv_cache_config(num_blocks, layout, retention_interval)

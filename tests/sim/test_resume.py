@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import lcm
 from pathlib import Path
@@ -361,3 +362,16 @@ def test_a_failed_set_up_is_no_cache(start: Start, monkeypatch: pytest.MonkeyPat
     assert engine.counts["failures/setup:RuntimeError"] == 1
     assert "adopted_tokens" not in engine.counts
     assert_at_rest(engine)
+
+
+def test_a_closed_engine_gives_its_memory_back(start: Start) -> None:
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    before = resident_bytes()
+    engine = start(MIXES["state"], {"host": {"blocks": "192MiB", "snapshots": "64MiB"}})
+    opened = resident_bytes()
+    assert opened - before > 200 << 20  # taken whole, before anything is kept
+    engine.close()
+    assert opened - resident_bytes() > 200 << 20

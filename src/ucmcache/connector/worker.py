@@ -333,13 +333,18 @@ class WorkerSide:
             self._progress.notify_all()
 
     def shutdown(self, timeout_s: float = _SHUTDOWN_S) -> None:
-        """Let writes in flight finish, within a deadline; may be called again."""
+        """Let writes in flight finish, within a deadline, and give the memory back; may be called again."""
         pending = wait(tuple(self._io), timeout=timeout_s).not_done
         if pending:
             logger.warning(
                 "ucmcache: %d storage jobs did not end within %.0f s and are given up", len(pending), timeout_s
             )
         self._executor.shutdown(wait=not pending, cancel_futures=True)
+        # A process may outlive its engine, and start another one. What hangs keeps what it is reading from.
+        self._running.clear()
+        self._transfer = None
+        self._slots.clear()
+        self._memory.clear()
         if self._backend is not None and not pending:
             try:
                 self._backend.close()
