@@ -61,3 +61,27 @@ def test_the_readme_numbers_are_those_of_the_benchmark() -> None:
         assert row["outputs_equal"]
         assert f"{row['step_overhead']:+.1%}" in readme
         assert variant == "plain" or f"{row['hooks_share']:.1%}" in readme
+
+
+def test_the_readme_says_of_policies_what_was_replayed() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "policies.json").read_text())["rows"]
+    hits: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["states"] is None or row["blocks"] is not None:
+            continue
+        if row["policy"] == "greedy-dual" and not row["triggers"].endswith("8,192"):
+            continue
+        best = hits.setdefault((row["trace"], row["states"]), {})
+        best[row["policy"]] = max(best.get(row["policy"], 0.0), 100 * row["hit"])
+    found = re.findall(
+        r"^\| (\w+), ([\d,]+) states \| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+)% \((.+)\) \|$", readme, re.M
+    )
+    assert len(found) == 9
+    for trace, states, ours, lru, clock, best_other, name in found:
+        measured = hits[trace, int(states.replace(",", ""))]
+        others = {policy: hit for policy, hit in measured.items() if policy != "greedy-dual"}
+        assert len(others) == 11
+        for shown, value in ((ours, measured["greedy-dual"]), (lru, others["LRU"]), (clock, others["CLOCK"])):
+            assert shown == f"{value:.1f}"
+        assert best_other == f"{max(others.values()):.1f}" == f"{others[name]:.1f}"
