@@ -1,16 +1,19 @@
 """Eviction policies to compare with; of use to the benchmark only.
 
-Each follows `ucmcache.store.eviction.EvictionPolicy`. One that needs to know what is asked for again after it left
-(ghosts) is told by `returns`, before the content is added.
+Each follows `ucmcache.store.eviction.EvictionPolicy`, and is told by `name_of` which content a slot is about to hold:
+those with ghosts recognise what comes back.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 Evictable = Callable[[int], bool]
+_NEVER = 1e18  # later than any request
 
 
 class Baseline:
@@ -20,6 +23,7 @@ class Baseline:
         self.slots = slots
         self._order: OrderedDict[int, None] = OrderedDict()  # the first is the next to go
         self.name_of: dict[int, bytes] = {}
+        self.now = 0  # number of the request that is being replayed
 
     def add(self, slot: int) -> None:
         self._order[slot] = None
@@ -263,17 +267,50 @@ class Marconi(Baseline):
 
     def victims(self, count: int, evictable: Evictable) -> list[int] | None:
         held = np.flatnonzero(np.isfinite(self._used))
-        if held.size < count:
-            return None
-        used, saves = self._used[held], self._saves[held]
-        score = _scaled(used) + self._alpha * _scaled(saves)
-        chosen: list[int] = []
-        for index in np.argsort(score, kind="stable"):
-            if len(chosen) == count:
-                break
-            if evictable(int(held[index])):
-                chosen.append(int(held[index]))
-        return chosen if len(chosen) == count else None
+        scores = np.full(self._used.size, np.inf)
+        if held.size:
+            scores[held] = _scaled(self._used[held]) + self._alpha * _scaled(self._saves[held])
+        return _lowest(scores, count, evictable)
+
+
+class Belady(Baseline):
+    """Offline: the state goes whose next read is farthest.
+
+    `reads` maps a prefix to the requests that read its state in a replay without eviction, ascending. An approximation,
+    not a bound: it counts reads and not tokens, and a request whose state is gone reads a shallower one instead, which
+    is not foreseen. Source: Belady 1966.
+    """
+
+    def __init__(self, slots: int, reads: Mapping[bytes, Sequence[int]]) -> None:
+        super().__init__(slots)
+        self._reads = reads
+        self._next = np.full(slots, -np.inf)  # request of the next read; -inf for an empty slot
+
+    def add(self, slot: int) -> None:
+        requests = self._reads.get(self.name_of.get(slot, b""), ())
+        index = bisect_right(requests, self.now)
+        self._next[slot] = requests[index] if index < len(requests) else _NEVER
+
+    def touch(self, slot: int) -> None:
+        self.add(slot)
+
+    def remove(self, slot: int) -> None:
+        self._next[slot] = -np.inf
+
+    def victims(self, count: int, evictable: Evictable) -> list[int] | None:
+        for slot in np.flatnonzero(np.isfinite(self._next) & (self._next <= self.now)):
+            self.add(int(slot))  # that read went to another state
+        return _lowest(-self._next, count, evictable)
+
+
+def _lowest(scores: NDArray[np.float64], count: int, evictable: Evictable) -> list[int] | None:
+    """The evictable slots of lowest score, inf being an empty slot; None if there are fewer than `count`."""
+    lowest = int(scores.argmin())
+    if count == 1 and np.isfinite(scores[lowest]) and evictable(lowest):
+        return [lowest]  # nearly always, and much faster than to sort
+    ordered = (int(slot) for slot in np.argsort(scores, kind="stable") if np.isfinite(scores[slot]))
+    chosen = list(islice(filter(evictable, ordered), count))
+    return chosen if len(chosen) == count else None
 
 
 def _scaled(values: NDArray[np.float64]) -> NDArray[np.float64]:

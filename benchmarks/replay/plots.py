@@ -55,10 +55,12 @@ def line_chart(
         drawn.append(text(_LEFT - 8, y_at(y) + 4, f"{y:.0f}", "end"))
         drawn.append(f'<path d="M{_LEFT},{y_at(y):.1f}H{right}" stroke="#ddd"/>')
     for number, (name, line) in enumerate(lines.items()):
+        dashes = "5 3" if number >= len(_COLOURS) else "none"  # colours come again
         colour, width = _COLOURS[number % len(_COLOURS)], 3 if number == 0 else 1.3
+        pen = f'fill="none" stroke="{colour}" stroke-width="{width}" stroke-dasharray="{dashes}"'
         path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in line)
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        drawn.append(f'<polyline points="{path}" {pen}/>')
         y = _TOP + 10 + 18 * number
-        drawn.append(f'<path d="M{right + 12},{y}h22" stroke="{colour}" stroke-width="{width}"/>')
+        drawn.append(f'<path d="M{right + 12},{y}h22" {pen}/>')
         drawn.append(text(right + 40, y + 4, name, "start"))
     return "\n".join([*drawn, "</svg>", ""])

@@ -3,14 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from replay.baselines import Baseline
 from replay.traces import BLOCK_TOKENS, Trace
 from ucmcache.coordinator.coordinator import Coordinator
+from ucmcache.coordinator.hit import Hit, Prompt
 from ucmcache.coordinator.spec import GroupFacts, bind
 from ucmcache.keys import UnitKey
-from ucmcache.store.arena import ArenaPlan
+from ucmcache.store.arena import ArenaPlan, Owner
 from ucmcache.store.block import BlockStore
 from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.snapshot import SnapshotStore
@@ -19,6 +20,7 @@ _CHAIN, _STATE = 0, 1
 _SEEDS = {_CHAIN: b"chain".ljust(16), _STATE: b"state".ljust(16)}
 _NAMESPACE = b"replay".ljust(16)
 UNLIMITED = 1 << 18
+REGRET_REQUESTS = 1000  # what is wanted within so many requests should not have been evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,14 @@ SHIPPED = Keep("end + junction + interval 8,192", 8192)
 DENSE = Keep("dense", None)
 
 
+class Event(NamedTuple):
+    """What one request did with states."""
+
+    read: bytes  # prefix of the state that it resumed from; b"" for none
+    resume_tokens: int
+    written: tuple[bytes, ...]
+
+
 @dataclass(slots=True)
 class Outcome:
     """What one replay gave, in tokens unless it says otherwise."""
@@ -46,7 +56,12 @@ class Outcome:
     lost: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)  # states, by trigger
     first_reads: Counter[str] = field(default_factory=Counter)  # states, by trigger
+    reads: Counter[str] = field(default_factory=Counter)  # by trigger
     saved: Counter[str] = field(default_factory=Counter)  # by trigger
+    evicted: Counter[str] = field(default_factory=Counter)  # states, by trigger
+    regretted: Counter[str] = field(default_factory=Counter)  # evicted states wanted soon after, by trigger
+    regretted_tokens: int = 0
+    events: list[Event] = field(default_factory=list)  # one a request
 
     @property
     def hit(self) -> float:
@@ -61,11 +76,16 @@ class _States(SnapshotStore):
         self._make = policy
         self.policy: Any = None
         self.saved_tokens: Callable[[bytes], int] = lambda prefix: 0
+        self.on_evicted: Callable[[bytes], None] = lambda prefix: None
         super().__init__([ArenaPlan(1, slots, (_STATE,))], _SEEDS, _NAMESPACE)
 
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
         self.policy = self._make(plan.slots)
         return self.policy  # type: ignore[no-any-return]
+
+    def _evicted(self, owner: Owner) -> None:
+        self.on_evicted(owner.prefix)
+        super()._evicted(owner)
 
     def reserve(self, keys: Sequence[UnitKey]) -> list[int] | None:
         slots = super().reserve(keys)
@@ -97,59 +117,117 @@ def replay(
     block_slots: int = UNLIMITED,
 ) -> Outcome:
     """Every prompt looked up, then kept as the coordinator says: the chain's blocks, and the states it wants."""
-    rows = bind(
-        GroupFacts(group, spec_class, BLOCK_TOKENS, _Spec(), "", True, False)
-        for group, spec_class in ((_CHAIN, "FullAttentionSpec"), (_STATE, "MambaSpec"))
-    )
-    blocks = BlockStore([ArenaPlan(1, block_slots, (_CHAIN,))], _SEEDS, _NAMESPACE)
-    states = _States(state_slots, policy)
-    coordinator = Coordinator(rows, blocks, states, keep.interval_tokens)
-    states.saved_tokens = coordinator.lineage.saved_tokens
-    outcome = Outcome()
-    for prompt in trace.prompts:
-        hit = coordinator.lookup(prompt)
+    run = _Replay(keep, state_slots, policy, block_slots)
+    for number, prompt in enumerate(trace.prompts):
+        run.request(number, prompt)
+    return run.outcome
+
+
+class _Replay:
+    """One engine's index without its bytes: each request is over before the next arrives."""
+
+    def __init__(self, keep: Keep, state_slots: int, policy: Callable[[int], EvictionPolicy], block_slots: int) -> None:
+        rows = bind(
+            GroupFacts(group, spec_class, BLOCK_TOKENS, _Spec(), "", True, False)
+            for group, spec_class in ((_CHAIN, "FullAttentionSpec"), (_STATE, "MambaSpec"))
+        )
+        self._keep = keep
+        self._chain = rows[_CHAIN]
+        self._blocks = BlockStore([ArenaPlan(1, block_slots, (_CHAIN,))], _SEEDS, _NAMESPACE)
+        self._states = _States(state_slots, policy)
+        self._coordinator = Coordinator(rows, self._blocks, self._states, keep.interval_tokens)
+        self._states.saved_tokens = self._coordinator.lineage.saved_tokens
+        self._states.on_evicted = self._evicted
+        self._number = 0
+        self._trigger_of: dict[bytes, str] = {}
+        self._evicted_at: dict[bytes, int] = {}
+        self.outcome = Outcome()
+
+    def request(self, number: int, prompt: Prompt) -> None:
+        """One request: resume, then keep."""
+        self._number = number
+        if isinstance(self._states.policy, Baseline):
+            self._states.policy.now = number
+        hit = self._coordinator.lookup(prompt)
+        outcome = self.outcome
         outcome.prompt_tokens += prompt.num_tokens
         outcome.chain_tokens += hit.chain_tokens
         outcome.resumed_tokens += hit.resume_tokens
         outcome.lost.update(hit.lost)
-        pinned = []
-        if hit.resume_tokens:
-            read = coordinator.lineage.read(prompt.prefix(hit.resume_tokens))
-            if read is not None:
-                outcome.saved[read[0]] += hit.resume_tokens
-                outcome.first_reads[read[0]] += read[1]
-            # The tail first, so that a chain's beginning outlives its end.
-            for key, _ in reversed(coordinator.needed(prompt, hit.resume_tokens)):
-                store = coordinator.store_of(key)
-                slot = store.slot(key)
-                if slot is not None:
-                    store.touch(key.group, slot)
-                    store.pin(key.group, slot)
-                    pinned.append((store, key.group, slot))
-        junction = coordinator.junction(hit) if keep.junctions else 0
-        missing, _ = coordinator.missing_blocks(prompt, rows[_CHAIN], 0, prompt.num_tokens)
-        for placed in missing:
-            slots = blocks.reserve([placed.key])
+        self._regret(prompt, hit)
+        pinned = self._resume(prompt, hit.resume_tokens)
+        junction = self._coordinator.junction(hit) if self._keep.junctions else 0
+        self._keep_blocks(prompt)
+        written = self._keep_states(prompt, hit.resume_tokens, junction)
+        for store, group, slot in pinned:
+            store.unpin(group, slot)
+        outcome.events.append(Event(prompt.prefix(hit.resume_tokens), hit.resume_tokens, written))
+
+    def _resume(self, prompt: Prompt, resume_tokens: int) -> list[tuple[BlockStore | SnapshotStore, int, int]]:
+        """Use what the resume needs; returns what is pinned for it."""
+        pinned: list[tuple[BlockStore | SnapshotStore, int, int]] = []
+        if not resume_tokens:
+            return pinned
+        read = self._coordinator.lineage.read(prompt.prefix(resume_tokens))
+        if read is not None:
+            trigger, first = read
+            self.outcome.saved[trigger] += resume_tokens
+            self.outcome.reads[trigger] += 1
+            self.outcome.first_reads[trigger] += first
+        # The tail first, so that a chain's beginning outlives its end.
+        for key, _ in reversed(self._coordinator.needed(prompt, resume_tokens)):
+            store = self._coordinator.store_of(key)
+            slot = store.slot(key)
+            if slot is not None:
+                store.touch(key.group, slot)
+                store.pin(key.group, slot)
+                pinned.append((store, key.group, slot))
+        return pinned
+
+    def _keep_blocks(self, prompt: Prompt) -> None:
+        missing, _ = self._coordinator.missing_blocks(prompt, self._chain, 0, prompt.num_tokens)
+        keys = [placed.key for placed in missing]
+        # One by one when others must leave: a chain's beginning is of use even if the rest finds no room.
+        for batch in [keys] if len(keys) <= self._blocks.free_slots else [[key] for key in keys]:
+            slots = self._blocks.reserve(batch)
             if slots is None:
-                break
-            blocks.commit(_CHAIN, slots[0])
-        last = hit.resume_tokens
+                return
+            for slot in slots:
+                self._blocks.commit(_CHAIN, slot)
+
+    def _keep_states(self, prompt: Prompt, resume_tokens: int, junction_tokens: int) -> tuple[bytes, ...]:
+        """Keep what a trigger asks for; returns the prefixes of what was not here before."""
+        coordinator, last, written = self._coordinator, resume_tokens, []
         for end in range(last + BLOCK_TOKENS, prompt.hashed_tokens + 1, BLOCK_TOKENS):
-            trigger = coordinator.retention.trigger(end, prompt.num_tokens, junction, last)
+            trigger = coordinator.retention.trigger(end, prompt.num_tokens, junction_tokens, last)
             if trigger is None:
                 continue
             last = end
             units = [placed.key for placed in coordinator.missing_states(prompt, end)]
+            slots = self._states.reserve(units)
+            if slots is None:
+                continue
+            coordinator.keep(prompt, end, trigger)
+            for slot in slots:
+                self._states.commit(_STATE, slot)
             if units:
-                slots = states.reserve(units)
-                if slots is None:
-                    continue
-                coordinator.keep(prompt, end, trigger)
-                for slot in slots:
-                    states.commit(_STATE, slot)
-                outcome.written[trigger] += 1
-            else:
-                coordinator.keep(prompt, end, trigger)
-        for store, group, slot in pinned:
-            store.unpin(group, slot)
-    return outcome
+                prefix = prompt.prefix(end)
+                self.outcome.written[trigger] += 1
+                self._trigger_of[prefix] = trigger
+                self._evicted_at.pop(prefix, None)
+                written.append(prefix)
+        return tuple(written)
+
+    def _evicted(self, prefix: bytes) -> None:
+        self._evicted_at[prefix] = self._number
+        self.outcome.evicted[self._trigger_of[prefix]] += 1
+
+    def _regret(self, prompt: Prompt, hit: Hit) -> None:
+        """Count the deepest state that would have been resumed from, had it not been evicted lately."""
+        for end in range(hit.chain_tokens, hit.resume_tokens, -BLOCK_TOKENS):
+            prefix = prompt.prefix(end)
+            if self._number - self._evicted_at.get(prefix, -REGRET_REQUESTS - 1) <= REGRET_REQUESTS:
+                del self._evicted_at[prefix]  # once for each eviction
+                self.outcome.regretted[self._trigger_of[prefix]] += 1
+                self.outcome.regretted_tokens += end - hit.resume_tokens
+                return

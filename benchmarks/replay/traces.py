@@ -28,6 +28,10 @@ class Trace:
         """Blocks that an unlimited store would end up with."""
         return len({one for prompt in self.prompts for one in prompt.hashes})
 
+    def head(self, requests: int) -> "Trace":
+        """The first requests only."""
+        return Trace(self.name, self.prompts[:requests])
+
 
 def read_mooncake(path: Path) -> Trace:
     """A trace of the Mooncake project: one JSON object a line, `hash_ids` chained, so equal ids are equal prefixes."""

@@ -1,21 +1,23 @@
 """Identity: what must be equal for stored bytes to answer for a prefix.
 
 Inside one engine a unit is named by what the engine already computed: its KV cache group and the engine's hash of the
-whole prefix. Only where bytes leave for a backend is the 16-byte physical id derived from it. The id is an index; the
+whole prefix. Only where bytes leave for a backend is the 16-byte physical id cut from it. The id is an index; the
 record behind it embeds the full key, which is checked when the bytes come back (requirements C6).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 PHYSICAL_ID_BYTES = 16
+_HEAD_BYTES = 10
 
 
 class BlockKey(NamedTuple):
@@ -62,8 +64,26 @@ class Namespace:
 
 
 def physical_id(namespace: bytes, group_seed: bytes, prefix: bytes) -> bytes:
-    """16-byte id of one unit in a backend.
+    """16-byte id of one unit in a backend: the head of its prefix hash, and 6 bytes that name namespace and group.
 
-    `namespace` and `group_seed` are 16 bytes each, so the concatenation is injective for any prefix hash length.
+    Nothing is hashed per unit, and an id tells its group and the head of its prefix, so what a scan finds is looked up
+    by prefix. Two prefixes that share 80 bits share an id: the later one replaces the other, which is then a miss.
     """
-    return xxhash.xxh3_128_digest(namespace + group_seed + prefix)
+    return prefix[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0") + group_tag(namespace, group_seed)
+
+
+def group_tag(namespace: bytes, group_seed: bytes) -> bytes:
+    """The last 6 bytes of all ids of one group; `namespace` and `group_seed` are 16 bytes each."""
+    return xxhash.xxh3_128_digest(namespace + group_seed)[: PHYSICAL_ID_BYTES - _HEAD_BYTES]
+
+
+def split_id(id: bytes) -> tuple[bytes, bytes]:
+    """Head of the prefix hash, as `heads` gives it, and group tag of a physical id."""
+    return id[:_HEAD_BYTES].rstrip(b"\0"), id[_HEAD_BYTES:]
+
+
+def heads(prefixes: Sequence[bytes]) -> list[bytes]:
+    """What ids say of their prefixes: the first 10 bytes of each, without zeros at the end."""
+    # numpy's byte strings are cut and stripped in C: a prompt may have tens of thousands.
+    found: list[bytes] = np.array(prefixes, dtype=f"S{_HEAD_BYTES}").tolist()
+    return found

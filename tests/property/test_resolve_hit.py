@@ -30,8 +30,9 @@ class Given:
 
     at: dict[tuple[int, int], Presence] = field(default_factory=dict)
 
-    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
-        return np.array([self.at.get((group, int(prefix)), 0) for prefix in prefixes], dtype=np.uint8)
+    def presences(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        codes = [[self.at.get((group, int(prefix)), 0) for prefix in prefixes] for group in groups]
+        return np.array(codes, dtype=np.uint8).reshape(len(groups), len(prefixes))
 
     def fate(self, group: int, prefix: bytes) -> str | None:
         return None

@@ -124,8 +124,9 @@ class Held:
 
     groups: frozenset[int]
 
-    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
-        return np.full(len(prefixes), Presence.READY if group in self.groups else Presence.ABSENT, dtype=np.uint8)
+    def presences(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        codes = [Presence.READY if group in self.groups else Presence.ABSENT for group in groups]
+        return np.repeat(np.array(codes, dtype=np.uint8)[:, None], len(prefixes), axis=1)
 
     def fate(self, group: int, prefix: bytes) -> str | None:
         return None

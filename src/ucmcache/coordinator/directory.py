@@ -23,12 +23,12 @@ class CheckpointDirectory:
     """
 
     def __init__(self, rows: Sequence[BoundRow], states: PresenceOf) -> None:
-        self._rows = [row for row in rows if row.kind is Kind.SNAPSHOT]
+        self._groups = [row.group for row in rows if row.kind is Kind.SNAPSHOT]
         self._states = states
 
-    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
-        """Presence code of a group's state at each prefix, as uint8."""
-        return self._states.presence(group, prefixes)
+    def presences(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+        """Presence codes of the groups' states (rows) at the prefixes (columns), as uint8."""
+        return self._states.presences(groups, prefixes)
 
     def fate(self, group: int, prefix: bytes) -> str | None:
         """Why a state is not here, or None if there never was one."""
@@ -36,8 +36,8 @@ class CheckpointDirectory:
 
     def positions(self, prompt: Prompt, step_tokens: int) -> list[int]:
         """Token positions, ascending multiples of `step_tokens`, where all snapshot groups have this prefix's state."""
+        if not self._groups:
+            return []
         prefixes = prompt.prefixes(0, prompt.hashed_tokens // step_tokens * step_tokens, step_tokens)
-        present = np.ones(len(prefixes), dtype=np.bool_)
-        for row in self._rows:
-            present &= self._states.presence(row.group, prefixes) != Presence.ABSENT
-        return [int(i + 1) * step_tokens for i in np.flatnonzero(present)] if self._rows else []
+        present = (self.presences(self._groups, prefixes) != Presence.ABSENT).all(axis=0)
+        return [int(i + 1) * step_tokens for i in np.flatnonzero(present)]

@@ -31,6 +31,13 @@ class Kind(Enum):
     NONE = "none"
 
 
+class RankRule(Enum):
+    """What the ranks of one pipeline stage hold of a unit."""
+
+    INTERSECTION = "intersection"  # each rank its own piece: all are needed
+    UNION = "union"  # each rank the same bytes: they are kept once, and any rank's copy serves
+
+
 @dataclass(frozen=True, slots=True)
 class SpecRow:
     """How the groups of one spec class are treated.
@@ -44,6 +51,7 @@ class SpecRow:
     why: str
     figures: tuple[str, ...] = ()
     reach: Callable[[Tokens, Mapping[str, int]], Tokens] | None = None
+    rank_rule: RankRule = RankRule.INTERSECTION
 
 
 def _all_of_it(p: Tokens, _: Mapping[str, int]) -> Tokens:
@@ -65,7 +73,13 @@ SPEC_TABLE: dict[str, SpecRow] = {
     row.spec_class: row
     for row in (
         SpecRow("FullAttentionSpec", Kind.CHAIN, "Every token attends to every earlier one.", reach=_all_of_it),
-        SpecRow("MLAAttentionSpec", Kind.CHAIN, "Full attention over one latent vector per token.", reach=_all_of_it),
+        SpecRow(
+            "MLAAttentionSpec",
+            Kind.CHAIN,
+            "Full attention over one latent vector per token, which every rank of a stage has whole.",
+            reach=_all_of_it,
+            rank_rule=RankRule.UNION,
+        ),
         SpecRow(
             "SlidingWindowSpec",
             Kind.CHAIN,

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import repeat
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ucmcache.errors import ConfigError, ContractError
 from ucmcache.store.eviction import Clock, EvictionPolicy, GreedyDual
@@ -82,7 +78,6 @@ class Arena:
     """
 
     _FREE, _LOADING, _READY = 0, 1, 2
-    _presence_of = np.array([Presence.ABSENT, Presence.PENDING, Presence.READY], dtype=np.uint8)
 
     def __init__(
         self, plan: ArenaPlan, on_evict: Callable[[Owner], None], policy: EvictionPolicy | None = None
@@ -92,7 +87,6 @@ class Arena:
         self._on_evict = on_evict
         self._free = list(range(plan.slots - 1, -1, -1))
         self._state = bytearray(plan.slots)
-        self._states = np.frombuffer(self._state, dtype=np.uint8)  # the same memory
         self._pins = [0] * plan.slots
         self._owner: list[Owner | None] = [None] * plan.slots
         self._index: dict[int, dict[bytes, int]] = {group: {} for group in plan.groups}
@@ -114,15 +108,6 @@ class Arena:
         """Slot of a committed unit, or None."""
         slot = self._index[group].get(prefix)
         return slot if slot is not None and self._state[slot] == self._READY else None
-
-    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
-        """READY, PENDING or ABSENT for each prefix, as uint8."""
-        # One dict lookup a prefix, and no other step in Python: a prompt may have hundreds of thousands.
-        found = map(self._index[group].get, prefixes, repeat(-1))
-        slots = np.fromiter(found, dtype=np.int64, count=len(prefixes))
-        codes = self._presence_of[self._states[slots]]
-        codes[slots < 0] = Presence.ABSENT
-        return codes
 
     def has_room(self, count: int) -> bool:
         """Whether `count` slots can be reserved now, by evicting if needed."""

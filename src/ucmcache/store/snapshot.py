@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ucmcache.keys import UnitKey
-from ucmcache.store.arena import ArenaPlan, Owner, Presence
+from ucmcache.store.arena import ArenaPlan, Owner
 from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.units import UnitStore
 
@@ -58,8 +58,6 @@ class SnapshotStore(UnitStore):
         self._left(owner.prefix)
 
     def _left(self, prefix: bytes) -> None:
-        if prefix in self._worth and all(
-            arena.presence(group, [prefix])[0] == Presence.ABSENT for group, arena in self._arena_of.items()
-        ):
+        if prefix in self._worth and not self._here.find(list(self._arena_of), [prefix]).any():
             del self._worth[prefix]
             self.on_gone(prefix)

@@ -7,16 +7,58 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ucmcache.keys import UnitKey, physical_id
+from ucmcache.keys import UnitKey, group_tag, heads, split_id
 from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence
 from ucmcache.store.eviction import Clock, EvictionPolicy
 
 # How many keys' fates are remembered, to name the cause of a later miss.
 _FATES = 65_536
+
+Codes = NDArray[np.uint8]
+
+
+class CodeTable:
+    """A presence code per group and key, found for many keys at once; ABSENT unless it was put.
+
+    The groups of a model ask about the same prefixes, so a key is found once for all of them. Keys that are ABSENT in
+    all groups take no room.
+    """
+
+    _NOWHERE = 0  # the row that stays ABSENT
+
+    def __init__(self, groups: Iterable[int]) -> None:
+        self._codes = {group: np.zeros(1024, np.uint8) for group in groups}
+        self._row_of: dict[bytes, int] = {}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def find(self, groups: Sequence[int], keys: Sequence[bytes]) -> Codes:
+        """Codes of the groups (rows) for the keys (columns)."""
+        # One dict lookup a key, and no other step in Python: a prompt may have tens of thousands.
+        found = map(self._row_of.get, keys, repeat(self._NOWHERE))
+        rows = np.fromiter(found, dtype=np.int64, count=len(keys))
+        return np.stack([self._codes[group].take(rows) for group in groups])
+
+    def put(self, group: int, key: bytes, code: Presence) -> None:
+        """Set one code."""
+        row = self._row_of.get(key, self._NOWHERE)
+        if row == self._NOWHERE:
+            if code == Presence.ABSENT:
+                return
+            row = self._row_of[key] = self._free.pop() if self._free else len(self._row_of) + 1
+            if row == self._codes[group].size:
+                self._codes = {one: np.append(codes, np.zeros_like(codes)) for one, codes in self._codes.items()}
+        self._codes[group][row] = code
+        if code == Presence.ABSENT and not any(codes[row] for codes in self._codes.values()):
+            del self._row_of[key]
+            self._free.append(row)
 
 
 class UnitStore:
@@ -30,21 +72,30 @@ class UnitStore:
         self.arenas = [Arena(plan, self._evicted, self._policy(plan)) for plan in plans]
         self._arena_of = {group: arena for arena in self.arenas for group in arena.plan.groups}
         self._seeds = dict(seeds)
-        self._namespace = namespace
-        self._stored: set[bytes] = set()
+        self._group_of = self._tags(namespace)
+        self._here = CodeTable(self._arena_of)  # by prefix: PENDING and READY, as the arenas have it
+        self._stored = CodeTable(self._arena_of)  # by head of the prefix, which is what an id tells of it: STORED
         self._fates: OrderedDict[Owner, str] = OrderedDict()
         self.evicted_units = 0
 
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
         return Clock(plan.slots)
 
-    def presence(self, group: int, prefixes: Sequence[bytes]) -> NDArray[np.uint8]:
+    def presence(self, group: int, prefixes: Sequence[bytes]) -> Codes:
         """Presence code of each prefix's unit, as uint8."""
-        codes = self._arena_of[group].presence(group, prefixes)
+        codes: Codes = self.presences([group], prefixes)[0]
+        return codes
+
+    def presences(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> Codes:
+        """Presence codes of the groups' units (rows) for the prefixes (columns), as uint8; hashes nothing."""
+        codes = self._here.find(groups, prefixes)
         if self._stored:
-            for i in np.flatnonzero(codes == Presence.ABSENT):
-                if self._id(group, prefixes[i]) in self._stored:
-                    codes[i] = Presence.STORED
+            absent = codes == Presence.ABSENT
+            asked = absent.any(axis=0)
+            if asked.any():
+                stored = np.zeros_like(codes)
+                stored[:, asked] = self._stored.find(groups, heads(list(compress(prefixes, asked.tobytes()))))
+                codes = np.where(absent, stored, codes)
         return codes
 
     def slot(self, key: UnitKey) -> int | None:
@@ -62,15 +113,23 @@ class UnitStore:
         for arena, mine in shares:
             got = arena.reserve([Owner(keys[i].group, keys[i].prefix) for i in mine])
             slots.update(zip(mine, got or (), strict=True))
+            for i in mine:
+                self._here.put(keys[i].group, keys[i].prefix, Presence.PENDING)
         return [slots[i] for i in range(len(keys))]
 
     def commit(self, group: int, slot: int) -> None:
         """A reserved slot's bytes are in host memory and verified."""
+        owner = self._arena_of[group].owner(slot)
         self._arena_of[group].commit(slot)
+        if owner is not None:
+            self._here.put(owner.group, owner.prefix, Presence.READY)
 
     def abort(self, key: UnitKey, slot: int, cause: str) -> None:
         """A reservation is given up for `cause`; the slot is free again."""
+        owner = self._arena_of[key.group].owner(slot)
         self._arena_of[key.group].abort(slot)
+        if owner is not None:
+            self._here.put(owner.group, owner.prefix, Presence.ABSENT)
         self.note(key, cause)
 
     def pin(self, group: int, slot: int) -> None:
@@ -95,11 +154,15 @@ class UnitStore:
 
     def add_stored(self, ids: Iterable[bytes]) -> None:
         """Physical ids found in the backend."""
-        self._stored.update(ids)
+        for id in ids:
+            head, tag = split_id(id)
+            if tag in self._group_of:
+                self._stored.put(self._group_of[tag], head, Presence.STORED)
 
     def set_stored(self, key: UnitKey, stored: bool) -> None:
         """The backend now holds the unit, or turned out not to."""
-        (self._stored.add if stored else self._stored.discard)(self._id(key.group, key.prefix))
+        (head,) = heads([key.prefix])
+        self._stored.put(key.group, head, Presence.STORED if stored else Presence.ABSENT)
 
     @property
     def pinned_slots(self) -> int:
@@ -113,17 +176,18 @@ class UnitStore:
 
     def clear(self, namespace: bytes) -> None:
         """Forget everything and go on under another namespace; what is in flight ends as usual, and is not found."""
-        self._namespace = namespace
+        self._group_of = self._tags(namespace)
         for arena in self.arenas:
             arena.forget()
-        self._stored.clear()
+        self._here, self._stored = CodeTable(self._arena_of), CodeTable(self._arena_of)
         self._fates.clear()
 
-    def _id(self, group: int, prefix: bytes) -> bytes:
-        return physical_id(self._namespace, self._seeds[group], prefix)
+    def _tags(self, namespace: bytes) -> dict[bytes, int]:
+        return {group_tag(namespace, self._seeds[group]): group for group in self._arena_of}
 
     def _evicted(self, owner: Owner) -> None:
         self.evicted_units += 1
+        self._here.put(owner.group, owner.prefix, Presence.ABSENT)
         self._remember(owner, "evicted")
 
     def _remember(self, owner: Owner, fate: str) -> None:
