@@ -362,8 +362,10 @@ def goals_of(million: Sequence[dict[str, Any]]) -> list[Goal]:
         goals.append(below(f"{kind}_1m_s", max(row[f"ours{which}_s"] for row in million), 0.030, "s"))
         # Where nothing is anywhere, nobody has anything to do.
         rows = [row for row in million if row["ours_tokens"]]
-        for peer in ("offloading", "mooncake"):
-            goals.append(above(f"{kind}_over_{peer}", min(float(row[f"over_{peer}{which}"]) for row in rows), 5))
+        goals += [
+            above(f"{kind}_over_{peer}", min(float(row[f"over_{peer}{which}"]) for row in rows), 5)
+            for peer in ("offloading", "mooncake")
+        ]
     return goals
 
 
