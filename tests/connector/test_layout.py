@@ -184,7 +184,7 @@ def check(pool: Pool, seed: int) -> None:
 
     sources = rng.permutation(pool.num_blocks).tolist()
     transfer.save([UnitCopy(0, slot, source) for slot, source in enumerate(sources)])
-    assert all((memory.rows[slot][unit.unit_bytes :] == 0x5A).all() for slot in range(plan.slots))
+    assert all((memory.row(slot)[unit.unit_bytes :] == 0x5A).all() for slot in range(plan.slots))
 
     original = buffer.clone()
     buffer.copy_(noise(rng, pool.size_bytes))

@@ -83,6 +83,16 @@ def transfer_config(
     }
 
 
+def _poison(worker: Any) -> None:
+    seen = set()
+    for value in worker.model_runner.kv_caches:
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                storage.fill_(0x4F)
+
+
 class Engine:
     """One engine, stepped by hand."""
 
@@ -110,7 +120,20 @@ class Engine:
         self.stats: dict[str, Any] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        if transfer is not None and self.core.vllm_config.parallel_config.world_size > 1:
+            self._tally_workers()
         self.poison()
+
+    def _tally_workers(self) -> None:
+        """Counts of workers in processes of their own, as they arrive here."""
+        update = self.connector.update_connector_output
+
+        def tally(output: Any) -> None:
+            if output.kv_connector_stats is not None:
+                self.counts.update(output.kv_connector_stats.data)
+            update(output)
+
+        self.connector.update_connector_output = tally
 
     def _tally(self) -> None:
         from ucmcache.connector.metrics import Counters
@@ -131,14 +154,7 @@ class Engine:
 
     def poison(self) -> None:
         """Fill all KV memory with 3.5e9, in bfloat16 as in float32."""
-        runner = self.core.model_executor.driver_worker.worker.model_runner
-        seen = set()
-        for value in runner.kv_caches:
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    storage.fill_(0x4F)
+        self.core.model_executor.collective_rpc(_poison)
 
     def poison_free(self) -> None:
         """Fill all KV memory with the poison while no request runs and no local cache could be hurt."""

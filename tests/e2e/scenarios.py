@@ -168,7 +168,7 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
     def watched_save(transfer: HostTransfer, copies: Any) -> Any:
         ticket = save(transfer, copies)
         for copy in copies:
-            saved[copy.group, copy.slot] = transfer._slots[copy.group].rows[copy.slot].tobytes()
+            saved[copy.group, copy.slot] = transfer._slots[copy.group].row(copy.slot).tobytes()
         return ticket
 
     def watched_load(transfer: HostTransfer, copies: Any) -> Any:
@@ -223,6 +223,36 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
         "counts": dict(engine.counts),
         "answers": answers,
         "lost_blocks": blocks_not_given_back(engine),
+    }
+    engine.shutdown()
+    return result
+
+
+def mla_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
+    """MLA on several ranks: text that the engine generated itself, cut one token behind a block's end, goes on as then.
+
+    `answers` of an earlier process are resumed from disk.
+    """
+    engine = _engine(arguments, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    block = engine.block_tokens
+    starts = (4, 160)
+    before = arguments.get("answers")
+    answers = before or {
+        str(start): engine.generate(tokens(start, seed=start), 2 * block + 20)["tokens"] for start in starts
+    }
+    engine.finish()
+    rows = []
+    for start in starts:
+        for length in range((start // block + 1) * block + 1, start + len(answers[str(start)]), block):
+            engine.poison_free()
+            text = [*tokens(start, seed=start), *answers[str(start)]]
+            rows.append({"prompt": length, "expected": text[length:][:20], **engine.generate(text[:length], 20)})
+    result = {
+        "block": block,
+        "rows": rows,
+        "answers": answers,
+        "counts": dict(engine.counts),
+        "jobs": engine.connector._scheduler.jobs_in_flight,
     }
     engine.shutdown()
     return result

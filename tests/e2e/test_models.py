@@ -16,12 +16,14 @@ MODELS = ["llama", "gemma3", "gpt-oss", "lfm2", "qwen3-next"]
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("shape", MODELS)
-def test_cold_external_local_and_restarted_agree(shape: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "ranks"), [*((shape, 1) for shape in MODELS), ("qwen3-next", 2)])
+def test_cold_external_local_and_restarted_agree(
+    shape: str, ranks: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     arguments: dict[str, Any] = {
         "model": str(checkpoint(shape)),
         "extra": {"backend": {"url": (tmp_path / "store").as_uri()}},
-        "options": {"max_num_batched_tokens": 1024},
+        "options": {"max_num_batched_tokens": 1024, "tensor_parallel_size": ranks},
         "keeps_states_sparsely": shape != "llama",
     }
     first = run("legs", arguments)

@@ -28,7 +28,10 @@ KV_TOKEN_BYTES = 32  # one head of eight K and eight V values, two bytes each
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group: "full", "window", "chunk" or "state"; two layers each."""
+    """One KV cache group: "full", "latent", "window", "chunk" or "state"; two layers each.
+
+    All ranks of a stage hold the same bytes of a latent group, and each its own of the others.
+    """
 
     kind: str
     block_tokens: int
@@ -127,6 +130,7 @@ class SimEngine:
         max_step_tokens: int = 64,
         max_seqs: int = 8,
         ranks: int = 1,
+        stages: int = 1,
         order: str = "v1",
         policy: str = "fail",
         layout: str = "LBHNC",
@@ -151,14 +155,21 @@ class SimEngine:
         self.config.scheduler_config.max_num_scheduled_tokens = None
         self.config.scheduler_config.max_num_seqs = max_seqs
         self.config.scheduler_config.enable_chunked_prefill = chunked_prefill
+        self.config.parallel_config.tensor_parallel_size = ranks // stages
+        self.config.parallel_config.pipeline_parallel_size = stages
+        self.config.parallel_config.world_size = ranks
         if mutate is not None:
             mutate(self.config)
+        self._ranks_per_stage = ranks // stages
         self.asynchronous = asynchronous  # plan a step while the one before it is still computed
         self.config.scheduler_config.async_scheduling = asynchronous
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self.scheduler = self._scheduler()
         self.ranks = [self._rank(rank, num_blocks, layout) for rank in range(ranks)]
-        facts = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.ranks)}
+        facts = {
+            divmod(rank, ranks // stages): worker.connector.get_handshake_metadata()
+            for rank, worker in enumerate(self.ranks)
+        }
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(facts)
         self.requests: dict[str, Any] = {}
         self.tokens: dict[str, Tokens] = {}
@@ -184,6 +195,7 @@ class SimEngine:
             KVCacheGroupSpec,
             KVCacheTensor,
             MambaSpec,
+            MLAAttentionSpec,
             SlidingWindowSpec,
         )
 
@@ -196,6 +208,8 @@ class SimEngine:
             common = {"block_size": group.block_tokens, "page_size_padded": padded, **attention}
             if group.kind == "full":
                 spec: Any = FullAttentionSpec(**common)
+            elif group.kind == "latent":
+                spec = MLAAttentionSpec(**{**common, "head_size": KV_TOKEN_BYTES // 2})
             elif group.kind == "window":
                 spec = SlidingWindowSpec(sliding_window=group.window, **common)
             elif group.kind == "chunk":
@@ -471,12 +485,11 @@ class SimEngine:
             start, end = starts[request_id], starts[request_id] + scheduled
             for g, group in enumerate(self.groups):
                 table = tables[request_id][g]
+                holder = rank // self._ranks_per_stage * self._ranks_per_stage if group.kind == "latent" else rank
                 for layer in range(2):
                     pages = worker.pages[g, layer]
-                    if group.kind == "state":
-                        self._run_state(pages, table, group, tokens, start, end, (g, layer, rank), request_id)
-                    else:
-                        self._run_attention(pages, table, group, tokens, start, end, (g, layer, rank), request_id)
+                    run = self._run_state if group.kind == "state" else self._run_attention
+                    run(pages, table, group, tokens, start, end, (g, layer, holder), request_id)
 
     def _run_state(
         self,

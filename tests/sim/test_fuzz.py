@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from ucmcache.connector.transfer import HostTransfer
 from ucmcache.errors import BackendError
 from ucmcache.store.testing import FlakyBackend
 
-EVENTS = 1_000
+EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "1000"))  # of each life; 10,000 take the better part of an hour
 SEEDS = range(10)
 
 
@@ -58,11 +60,22 @@ class Life:
         )
         for worker in engine.ranks:
             side = worker.connector._worker
+            side._ready = self._flaky(side._ready)
             side._backend = FlakyBackend(side._backend, self._fails)
         return engine
 
     def _fails(self, operation: str) -> bool:
         return self.faults and self.random.random() < 0.3
+
+    def _flaky(self, ready: Callable[[], Any]) -> Callable[[], Any]:
+        """Copies that now and then cannot be submitted."""
+
+        def one() -> Any:
+            if self._fails("copy"):
+                raise RuntimeError("the copy engine is gone")
+            return ready()
+
+        return one
 
     def new(self) -> None:
         base = self.random.choice(self.texts)
@@ -148,13 +161,13 @@ class Life:
         self.engine.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ten_lives(seed: int, ranks: int, hybrid: Path, plain: Path, tmp_path: Path) -> None:
     mix = list(MIXES.values())[seed % len(MIXES)]
     model = hybrid if any(group.kind == "state" for group in mix) else plain
     life = Life(seed, model, tmp_path, mix, ranks)
-    life.live(EVENTS // ranks)
+    life.live(EVENTS)
     assert life.finished > 20
     assert life.adopted > 0
     assert life.restarts > 0

@@ -22,7 +22,10 @@ MIXES: dict[str, list[Group]] = {
     "chunk": [Group("full", 8), Group("chunk", 8, 24)],
     "state": [Group("full", 8), Group("state", 8)],
     "three states": [Group("full", 16), Group("state", 16), Group("state", 16), Group("state", 16)],
-    "all": [Group("full", 8), Group("window", 8, 12), Group("state", 8)],
+    "latent": [Group("latent", 8)],
+    "latent and state": [Group("latent", 16), Group("state", 16)],
+    "latent beside full": [Group("full", 8), Group("latent", 8), Group("latent", 16)],
+    "all": [Group("full", 8), Group("window", 8, 12), Group("state", 8), Group("latent", 8)],
 }
 # vLLM stops a prefill's chunks at multiples of the smallest block, so it does not make every state that such a model
 # could resume from.
@@ -87,7 +90,7 @@ def assert_at_rest(engine: SimEngine) -> None:
     assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("mix", list(MIXES))
 def test_a_restart_resumes_from_disk(start: Start, tmp_path: Path, mix: str, ranks: int) -> None:
     groups = MIXES[mix]
@@ -329,7 +332,7 @@ def test_decode_states_are_kept_under_asynchronous_scheduling(start: Start) -> N
 
 def test_a_step_without_its_end_costs_only_its_saves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some pipeline stages never call wait_for_save under speculative decoding: their saves fail, nothing leaks."""
-    engine = start(MIXES["all"], ranks=2)
+    engine = start(UNEVEN, ranks=2)
     monkeypatch.setattr(engine.ranks[0].connector, "wait_for_save", lambda: None)
     prompt = prompt_of(100)
     for name in ("one", "two"):

@@ -8,15 +8,18 @@ from typing import Any
 
 from ucmcache.config import Config
 from ucmcache.connector.identity import namespace_of
-from ucmcache.connector.layout import group_facts
+from ucmcache.connector.layout import group_facts, layer_specs
 from ucmcache.connector.messages import Setup, WorkerFacts
+from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.scheduler import SchedulerSide
 from ucmcache.coordinator.coordinator import Coordinator
-from ucmcache.coordinator.spec import BoundRow, Kind, bind
-from ucmcache.keys import Namespace
+from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind, RankRule, bind
+from ucmcache.errors import ContractError
+from ucmcache.keys import Namespace, group_tag, split_id
 from ucmcache.store.arena import plan_arenas
 from ucmcache.store.backend import Backend, open_backend
 from ucmcache.store.block import BlockStore
+from ucmcache.store.memory import map_shared
 from ucmcache.store.snapshot import SnapshotStore
 
 logger = logging.getLogger(__name__)
@@ -27,9 +30,10 @@ def worker_rank(vllm_config: Any) -> int:
     return int(getattr(vllm_config.parallel_config, "rank", 0))
 
 
-def worker_count(vllm_config: Any) -> int:
-    """How many workers hold KV of one engine."""
-    return int(getattr(vllm_config.parallel_config, "world_size", 1))
+def worker_ranks(vllm_config: Any) -> Ranks:
+    """All workers that hold KV of one engine, in pipeline stages."""
+    parallel = vllm_config.parallel_config
+    return Ranks(int(getattr(parallel, "world_size", 1)), int(getattr(parallel, "tensor_parallel_size", 1)))
 
 
 def build_scheduler_side(
@@ -45,13 +49,21 @@ def build_scheduler_side(
     }
     rows = bind(group_facts(i, group, contents[i]) for i, group in enumerate(kv_cache_config.kv_cache_groups))
     namespace = namespace_of(config.namespace, vllm_config, kv_cache_config, contents.values())
-    world_size = len(workers)
-    setup = _setup(config, rows, workers, namespace)
+    ranks = worker_ranks(vllm_config)
+    if len(workers) != ranks.count:
+        raise ContractError(f"{len(workers)} workers told of their KV caches, of an engine with {ranks.count} ranks")
+    alike = {
+        row.group
+        for row in rows
+        if row.spec.rank_rule is RankRule.UNION and _all_alike(kv_cache_config.kv_cache_groups[row.group])
+    }
+    spread = {row.group: _spread(row, workers, ranks) if row.group in alike else 1 for row in rows}
+    setup = _setup(config, rows, workers, ranks, spread, namespace)
     blocks = BlockStore(setup.block_arenas, setup.seeds, namespace.digest)
     states = SnapshotStore(setup.state_arenas, setup.seeds, namespace.digest)
     backend = open_backend(config.backend.url, config.backend.capacity_bytes) if config.backend is not None else None
     if backend is not None:
-        _index_backend(backend, namespace, world_size, blocks, states)
+        _index_backend(backend, namespace, ranks, setup, blocks, states)
         backend.close()
     coordinator = Coordinator(rows, blocks, states, config.retention.interval_tokens)
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
@@ -61,7 +73,7 @@ def build_scheduler_side(
         config,
         coordinator,
         setup,
-        world_size=world_size,
+        ranks=ranks,
         hash_block_tokens=_hash_block_tokens(vllm_config, kv_cache_config),
         only_last=not chunked,
         speculative=getattr(vllm_config, "speculative_config", None) is not None,
@@ -69,7 +81,14 @@ def build_scheduler_side(
     )
 
 
-def _setup(config: Config, rows: Sequence[BoundRow], workers: Sequence[WorkerFacts], namespace: Namespace) -> Setup:
+def _setup(
+    config: Config,
+    rows: Sequence[BoundRow],
+    workers: Sequence[WorkerFacts],
+    ranks: Ranks,
+    spread: Mapping[int, int],
+    namespace: Namespace,
+) -> Setup:
     def units(kind: Kind) -> Mapping[int, tuple[int, int]]:
         # Every rank uses the same slot numbers, so a slot is as wide as the widest rank's unit.
         return {
@@ -78,13 +97,14 @@ def _setup(config: Config, rows: Sequence[BoundRow], workers: Sequence[WorkerFac
             if row.kind is kind
         }
 
-    host = config.host.of_one_rank(len(workers))
+    host = config.host.of_one_rank(ranks.count)
     return Setup(
         namespace=namespace.digest,
         fields=dict(namespace.fields),
         seeds={row.group: row.seed for row in rows},
-        block_arenas=tuple(plan_arenas("host.blocks", host.blocks_bytes, units(Kind.CHAIN), True)),
-        state_arenas=tuple(plan_arenas("host.snapshots", host.snapshots_bytes, units(Kind.SNAPSHOT), False)),
+        block_arenas=tuple(plan_arenas("host.blocks", host.blocks_bytes, units(Kind.CHAIN), True, spread)),
+        state_arenas=tuple(plan_arenas("host.snapshots", host.snapshots_bytes, units(Kind.SNAPSHOT), False, spread)),
+        memory=tuple(worker.memory for worker in workers),
     )
 
 
@@ -92,20 +112,60 @@ def _hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size)
 
 
+def _all_alike(group: Any) -> bool:
+    """Whether every layer of a group is of a class that all ranks hold alike: a group may mix classes of one size."""
+    found = [
+        SPEC_TABLE.get(type(spec).__name__) for spec in layer_specs(group.kv_cache_spec, group.layer_names).values()
+    ]
+    return all(row is not None and row.rank_rule is RankRule.UNION for row in found)
+
+
+def _spread(row: BoundRow, workers: Sequence[WorkerFacts], ranks: Ranks) -> int:
+    """How many ranks share the slots of a row's units: all of a stage, where they hold equal bytes within reach."""
+    if ranks.per_stage == 1:
+        return 1
+    for first in range(0, ranks.count, ranks.per_stage):
+        stage = [workers[rank] for rank in ranks.stage(first)]
+        if any(worker.groups[row.group] != stage[0].groups[row.group] for worker in stage):
+            return 1
+        try:
+            for worker in stage:
+                map_shared(worker.memory[row.kind.value]).close()
+        except OSError as error:
+            logger.warning(
+                "ucmcache: the ranks hold %s alike, but cannot share one copy of it in host memory (%s), so each keeps "
+                "its own; let all ranks of a stage run on one machine and in one process namespace",
+                row.name,
+                error,
+            )
+            return 1
+    return ranks.per_stage
+
+
 def _index_backend(
-    backend: Backend, namespace: Namespace, ranks: int, blocks: BlockStore, states: SnapshotStore
+    backend: Backend, namespace: Namespace, ranks: Ranks, setup: Setup, blocks: BlockStore, states: SnapshotStore
 ) -> None:
+    spread = {
+        group_tag(namespace.digest, setup.seeds[group]): plan.spread
+        for plan in (*setup.block_arenas, *setup.state_arenas)
+        for group in plan.groups
+    }
     try:
-        # A unit is of use only where every rank has its part.
-        found = set.intersection(
-            *({info.id for info in backend.bucket(namespace.digest, rank).scan()} for rank in range(ranks))
-        )
+        in_bucket = {
+            rank: {info.id for info in backend.bucket(namespace.digest, rank).scan()} for rank in range(ranks.count)
+        }
         others = backend.namespaces()
     except Exception as error:
         logger.warning(
             "ucmcache: the backend cannot be read at start (%s); serving goes on without what it holds", error
         )
         return
+    found: set[bytes] = set()
+    for each in {*spread.values()}:
+        # A unit is of use only where every rank finds its part.
+        buckets = {ranks.bucket(each, rank) for rank in range(ranks.count)}
+        everywhere = set.intersection(*(in_bucket[bucket] for bucket in buckets))
+        found.update(id for id in everywhere if spread.get(split_id(id)[1]) == each)
     blocks.add_stored(found)
     states.add_stored(found)
     logger.info("ucmcache: the backend holds %d units of this namespace", len(found))

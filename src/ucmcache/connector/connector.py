@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ucmcache.config import available_host_bytes, load_config
-from ucmcache.connector.assembly import build_scheduler_side, worker_count, worker_rank
+from ucmcache.connector.assembly import build_scheduler_side, worker_rank, worker_ranks
 from ucmcache.connector.identity import Adapters, request_hashes
 from ucmcache.connector.messages import StepPlan, WorkerFacts, WorkerReport
 from ucmcache.connector.metrics import UcmCachePromMetrics, UcmCacheStats
@@ -46,8 +46,8 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             # Here and not in the scheduler, which begins when the workers have taken the memory.
             self._config.check_fits(available_host_bytes())
-            rank, ranks = worker_rank(vllm_config), worker_count(vllm_config)
-            self._worker = WorkerSide(self._config, kv_cache_config, rank, ranks)
+            ranks = worker_ranks(vllm_config)
+            self._worker = WorkerSide(self._config, kv_cache_config, worker_rank(vllm_config), ranks)
             atexit.register(self._worker.shutdown)  # an engine may end without calling `shutdown`
 
     # -- capabilities -----------------------------------------------------------------------------------------------
@@ -93,6 +93,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        # By pipeline stage and rank inside it, which is the order of the ranks themselves.
         facts = [facts for _, facts in sorted(metadata.items()) if isinstance(facts, WorkerFacts)]
         self._scheduler = build_scheduler_side(self._config, self._vllm_config, self._kv_cache_config, facts)
         self._scheduler.bind_pool(self._pool)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucmcache.keys import UnitKey
 from ucmcache.store.arena import ArenaPlan
+from ucmcache.store.memory import MemoryHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     """What the scheduler side must know of a worker before it can plan; sent once, after the KV caches exist."""
 
     groups: Mapping[int, GroupGeometry]
+    # By kind of group, where the ranks beside this one may map its host memory; empty if nothing is shared.
+    memory: Mapping[str, MemoryHandle] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Setup:
     seeds: Mapping[int, bytes]
     block_arenas: tuple[ArenaPlan, ...]
     state_arenas: tuple[ArenaPlan, ...]
+    memory: tuple[Mapping[str, MemoryHandle], ...] = ()  # of every rank, where arenas are spread
 
 
 class UnitCopy(NamedTuple):
@@ -64,6 +68,8 @@ class SaveJob:
     job: int
     key: UnitKey
     copy: UnitCopy
+    ranks: tuple[int, ...] | None = None  # who does it; None for all
+    copied: bool = False  # the bytes are in the slot already: only write
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class StageJob:
     job: int
     key: UnitKey
     slot: int
+    ranks: tuple[int, ...] | None = None  # who does it; None for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +113,14 @@ class Phase(Enum):
 
 
 class Result(NamedTuple):
-    """One rank's result of one phase of one job. `cause` is empty for success, else a short, countable word."""
+    """One rank's result of one phase of one job. `cause` is empty for success, else a short, countable word.
+
+    A phase that failed is the rank's last one of the job.
+    """
 
     job: int
     phase: Phase
+    rank: int
     cause: str = ""
 
 

@@ -31,6 +31,7 @@ METRICS: dict[str, str] = {
     "state_saved_tokens": "Tokens that requests resumed past, by why there was a state.",
     "evicted_units": "Units that left host memory to make room.",
     "refused_units": "Units not kept, since host memory was full of units in use.",
+    "taken_over_units": "Saves that a rank failed in and another, which has the same bytes, was given.",
     "late_lookups": "Lookups that stopped waiting for the backend at the promise deadline.",
     "failures": "Failed jobs, by operation and cause.",
 }

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from ucmcache.connector.jobs import Job, Ledger
+from ucmcache.connector.jobs import Job, Ledger, TakeOver
 from ucmcache.connector.messages import Phase, SaveJob, StepPlan, UnitCopy
 from ucmcache.connector.metrics import Counters
+from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.requests import Tracked, Unnamed
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.hit import Prompt
@@ -47,14 +48,22 @@ class SavePlanner:
 
     States come only from exact sources: what the engine offers, and the running column right after a step that ends on
     a block boundary without unverified drafts. Promised: a block stays the engine's own, and a slot unused by others,
-    until all ranks have reported the copy (and the write from the slot).
+    until all ranks that save it have reported the copy (and the write from the slot).
     """
 
     def __init__(
-        self, coordinator: Coordinator, jobs: Ledger, counters: Counters, *, speculative: bool, has_backend: bool
+        self,
+        coordinator: Coordinator,
+        jobs: Ledger,
+        ranks: Ranks,
+        counters: Counters,
+        *,
+        speculative: bool,
+        has_backend: bool,
     ) -> None:
         self._coordinator = coordinator
         self._jobs = jobs
+        self._ranks = ranks
         self._counters = counters
         self._speculative = speculative
         self._phases = (Phase.COPIED, Phase.WRITTEN) if has_backend else (Phase.COPIED,)
@@ -113,8 +122,15 @@ class SavePlanner:
             trigger = self._trigger(tracked, position) or Trigger.INTERVAL
             self._keep(plan, tracked, prompt, position, trigger, units, table)
 
+    def plan_again(self, plan: StepPlan, failed: TakeOver) -> None:
+        """Give a save that one rank failed in to the next that has the same bytes."""
+        (key, slot), copied = failed.job.units[0], failed.phase is not Phase.COPIED
+        block = NULL_BLOCK if copied else failed.job.blocks[0].block_id
+        self._counters.add("taken_over_units", 1)
+        plan.saves.append(SaveJob(failed.number, key, UnitCopy(key.group, slot, block), (failed.rank,), copied))
+
     def ended(self, job: Job, phase: Phase, cause: str) -> None:
-        """A phase of a save has been reported by all ranks."""
+        """A phase of a save has been reported by all ranks that save it."""
         copied = not job.causes.get(Phase.COPIED)
         if phase is Phase.COPIED:
             self.pool.free_blocks(job.blocks)
@@ -208,6 +224,7 @@ class SavePlanner:
             store.pin(key.group, slot)
             held = [self.pool.blocks[block]]
             self.pool.touch(held)
-            job = self._jobs.start([(key, slot)], self._phases, blocks=held)
-            plan.saves.append(SaveJob(job, key, UnitCopy(key.group, slot, block)))
+            holders = self._ranks.holders(store.spread(key.group), slot)
+            job = self._jobs.start([(key, slot)], self._phases, holders, blocks=held)
+            plan.saves.append(SaveJob(job, key, UnitCopy(key.group, slot, block), self._ranks.doing(holders)))
         return True

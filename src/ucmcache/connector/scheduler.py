@@ -16,6 +16,7 @@ from ucmcache.config import Config
 from ucmcache.connector.jobs import Job, Ledger
 from ucmcache.connector.messages import LoadJob, Phase, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
 from ucmcache.connector.metrics import Counters
+from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.requests import Tracked
 from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
 from ucmcache.coordinator.coordinator import Coordinator, Placed
@@ -41,7 +42,7 @@ class SchedulerSide:
         coordinator: Coordinator,
         setup: Setup,
         *,
-        world_size: int,
+        ranks: Ranks,
         hash_block_tokens: int,
         only_last: bool,
         speculative: bool,
@@ -56,13 +57,14 @@ class SchedulerSide:
         self._only_last = only_last
         self._clock = clock
         self._requests: dict[str, Tracked] = {}
-        self._jobs = Ledger(world_size, clock)
+        self._ranks = ranks
+        self._jobs = Ledger(clock)
         self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
         self._evicted_seen = 0
         self.counters = Counters()
         self._saving = SavePlanner(
-            coordinator, self._jobs, self.counters, speculative=speculative, has_backend=has_backend
+            coordinator, self._jobs, ranks, self.counters, speculative=speculative, has_backend=has_backend
         )
 
     @property
@@ -149,7 +151,14 @@ class SchedulerSide:
             self._coordinator.store_of(key).touch(key.group, slot)
             slots.append((key, slot))
             copies.append(UnitCopy(key.group, slot, block))
-        job = self._jobs.start(slots, (Phase.LOADED,), request_id=request.request_id, tokens=external_tokens)
+        # Every rank fills its own blocks, from whosever memory.
+        job = self._jobs.start(
+            slots,
+            (Phase.LOADED,),
+            self._ranks.holders(1, 0),
+            request_id=request.request_id,
+            tokens=external_tokens,
+        )
         self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
         self.counters.add("promised_tokens", external_tokens)
 
@@ -185,6 +194,8 @@ class SchedulerSide:
         plan = StepPlan(setup=self._setup if self._send_setup else None, idle=output.total_num_scheduled_tokens == 0)
         self._send_setup = False
         plan.loads, self._loads = self._loads, []
+        for failed in self._jobs.take_overs():
+            self._saving.plan_again(plan, failed)
         for request_id in list(self._wanted):
             self._plan_stages(plan, request_id, self._wanted.pop(request_id))
         state = getattr(output, "kv_connector_block_state", None)
@@ -216,13 +227,15 @@ class SchedulerSide:
                 if tracked := self._requests.get(request_id):
                     tracked.impatient = True
                 return
-            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), request_id=request_id)
+            # What one rank finds missing or spoilt, another would, too: nobody stands in.
+            holders = tuple(ranks[:1] for ranks in self._ranks.holders(store.spread(key.group), slots[0]))
+            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), holders, request_id=request_id)
             if tracked := self._requests.get(request_id):
                 tracked.staging += 1
                 if isinstance(key, SnapshotKey):
                     # Why it was kept is not known any more; that somebody wants it is.
                     self._coordinator.keep(self._prompt(tracked, 0), key.depth_tokens, Trigger.PROMPT_END)
-            plan.stages.append(StageJob(job, key, slots[0]))
+            plan.stages.append(StageJob(job, key, slots[0], self._ranks.doing(holders)))
 
     def _keeps(self, tracked: Tracked) -> bool:
         return not tracked.bypass and tracked.epoch == self._jobs.epoch
@@ -235,8 +248,11 @@ class SchedulerSide:
     # -- results ----------------------------------------------------------------------------------------------------
 
     def report(self, report: WorkerReport) -> None:
-        """Results of the workers; a phase failed if one rank's did."""
-        for job, phase, cause in self._jobs.ended(report.results):
+        """Results of the workers."""
+        self._ended(self._jobs.ended(report.results))
+
+    def _ended(self, phases: Iterable[tuple[Job, Phase, str]]) -> None:
+        for job, phase, cause in phases:
             if phase is Phase.LOADED:
                 self._load_ended(job, cause)
             elif phase is Phase.STAGED:
@@ -271,7 +287,7 @@ class SchedulerSide:
 
     def busy(self) -> bool:
         """Whether results are still to come that the engine should stay awake for."""
-        return bool(self._loads) or self._jobs.any_younger_than(_DRAIN_S)
+        return bool(self._loads) or self._jobs.has_take_overs or self._jobs.any_younger_than(_DRAIN_S)
 
     def reset(self) -> None:
         """Forget everything; what was computed or stored before is not found afterwards by this engine.
@@ -279,7 +295,7 @@ class SchedulerSide:
         An engine is reset when its weights change in place, which its identity cannot tell. So it goes on under an
         identity of its own: what the backend holds stays right for the weights that it was computed with.
         """
-        self._jobs.epoch += 1
+        self._ended(self._jobs.reset())
         self._wanted.clear()
         fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
         namespace = Namespace(fields).digest

@@ -53,7 +53,7 @@ class HostTransfer:
 
     def save(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
-            row = self._slots[group].rows[slot]
+            row = self._slots[group].row(slot)
             at = 0
             for storage, offset, stride, nbytes in self._units[group].regions:
                 begin = offset + block * stride
@@ -63,7 +63,7 @@ class HostTransfer:
 
     def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
-            row = self._slots[group].rows[slot]
+            row = self._slots[group].row(slot)
             at = 0
             for storage, offset, stride, nbytes in self._units[group].regions:
                 begin = offset + block * stride
@@ -124,7 +124,7 @@ class CudaDevice:
     """A CUDA device: the engine's current stream for compute, two streams of our own, pinned host slots."""
 
     def __init__(
-        self, device: torch.device, storages: Storages, units: Mapping[int, UnitMap], slots: Mapping[int, torch.Tensor]
+        self, device: torch.device, storages: Storages, units: Mapping[int, UnitMap], slots: Mapping[int, SlotMemory]
     ) -> None:
         self._device = device
         self._flat = storages.flat
@@ -157,7 +157,7 @@ class CudaDevice:
         return torch.cuda.current_stream(self._device) if stream == "compute" else self._streams[stream]
 
     def _pairs(self, copy: UnitCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        row = self._slots[copy.group][copy.slot]
+        row = torch.from_numpy(self._slots[copy.group].row(copy.slot))
         pairs = []
         at = 0
         for storage, offset, stride, nbytes in self._units[copy.group].regions:

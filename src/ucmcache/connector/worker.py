@@ -7,6 +7,7 @@ recomputes.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +33,15 @@ from ucmcache.connector.messages import (
 )
 from ucmcache.connector.metrics import Counters
 from ucmcache.connector.pool import DaemonPool
+from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Ticket, Transfer
-from ucmcache.coordinator.spec import Kind, bind
+from ucmcache.coordinator.spec import Kind, RankRule, bind
 from ucmcache.errors import BackendError, ConfigError, ContractError, RecordError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
+from ucmcache.store.arena import ArenaPlan
 from ucmcache.store.backend import Backend, Bucket, open_backend
-from ucmcache.store.memory import SlotMemory, take_memory
+from ucmcache.store.memory import MemoryHandle, SlotMemory, map_shared, take_memory, take_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class WorkerSide:
 
     Guaranteed by the caller: plans arrive in order, each once; `begin` before the forward or right after it was
     launched, `end` after it was launched. Promised: every job of a plan gets exactly one result per phase; a load's
-    blocks are whole before its request is reported.
+    blocks are whole before its request is reported. A job that names its ranks is nothing to the others.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class WorkerSide:
         config: Config,
         kv_cache_config: Any,
         rank: int,
-        ranks: int = 1,
+        ranks: Ranks,
         executor: Executor | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -91,7 +94,9 @@ class WorkerSide:
         self._facts: WorkerFacts | None = None
         self._setup: Setup | None = None
         self._memory: dict[Kind, torch.Tensor] = {}
+        self._handles: dict[str, MemoryHandle] = {}  # of memory that the ranks beside this one may map
         self._slots: dict[int, SlotMemory] = {}
+        self._spread: dict[int, int] = {}
         self._transfer: Transfer | None = None
         self._running: deque[_Running] = deque()
         self._results: deque[Result] = deque()  # appended to by I/O threads too
@@ -115,12 +120,13 @@ class WorkerSide:
             self._units[group_id] = unit
             groups[group_id] = GroupGeometry(unit.unit_bytes, content_text(group, unit))
         facts = (group_facts(i, group) for i, group in enumerate(self._kv_cache_config.kv_cache_groups))
-        kinds = {row.kind for row in bind(facts)}
-        host = self._config.host.of_one_rank(self._ranks)
+        rows = bind(facts)
+        host = self._config.host.of_one_rank(self._ranks.count)
         for kind, nbytes in ((Kind.CHAIN, host.blocks_bytes), (Kind.SNAPSHOT, host.snapshots_bytes)):
-            if kind in kinds:
-                self._memory[kind] = self._take(nbytes)
-        self._facts = WorkerFacts(groups)
+            rules = {row.spec.rank_rule for row in rows if row.kind is kind}
+            if rules:
+                self._memory[kind] = self._take(kind, nbytes, RankRule.UNION in rules and self._ranks.per_stage > 1)
+        self._facts = WorkerFacts(groups, self._handles)
 
     @property
     def facts(self) -> WorkerFacts | None:
@@ -138,8 +144,11 @@ class WorkerSide:
         if self._backend is not None:
             self._submit(self._describe, setup)
 
-    def _take(self, nbytes: int) -> torch.Tensor:
+    def _take(self, kind: Kind, nbytes: int, shared: bool) -> torch.Tensor:
         try:
+            if shared:
+                memory, self._handles[kind.value] = take_shared_memory(nbytes)
+                return self._pinned(torch.frombuffer(memory, dtype=torch.uint8))
             if self._device is not None:
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             return torch.frombuffer(take_memory(nbytes), dtype=torch.uint8)
@@ -149,25 +158,45 @@ class WorkerSide:
                 "for a GPU its driver) gives; lower host.blocks or host.snapshots"
             ) from error
 
+    def _pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same memory, known to the device's driver: copies from elsewhere are slow and not asynchronous."""
+        if self._device is not None:
+            result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            if int(result) != 0:
+                raise RuntimeError(f"cudaHostRegister answered {result}")
+        return memory
+
     @property
     def _device(self) -> torch.device | None:
         """The accelerator that holds the engine's KV; None for a CPU."""
         return next((storage.device for storage in self._storages.flat if storage.is_cuda), None)
 
     def _make_arenas(self, setup: Setup) -> None:
-        rows: dict[int, torch.Tensor] = {}
         for kind, plans in ((Kind.CHAIN, setup.block_arenas), (Kind.SNAPSHOT, setup.state_arenas)):
+            memories = self._memories(kind, plans, setup)
             at = 0
             for plan in plans:
-                end = at + plan.slots * plan.slot_bytes
-                memory = self._memory[kind][at:end].view(plan.slots, plan.slot_bytes)
-                rows.update(dict.fromkeys(plan.groups, memory))
-                self._slots.update(dict.fromkeys(plan.groups, SlotMemory(plan, memory.numpy())))
+                end = at + plan.rows * plan.slot_bytes
+                mine = memories if plan.spread > 1 else [self._memory[kind]]
+                slots = SlotMemory(plan, *(memory[at:end].numpy() for memory in mine))
+                self._slots.update(dict.fromkeys(plan.groups, slots))
+                self._spread.update(dict.fromkeys(plan.groups, plan.spread))
                 at = end
         if self._device is not None:
-            self._transfer = StreamTransfer(CudaDevice(self._device, self._storages, self._units, rows))
+            self._transfer = StreamTransfer(CudaDevice(self._device, self._storages, self._units, self._slots))
         else:
             self._transfer = HostTransfer(self._storages, self._units, self._slots)
+
+    def _memories(self, kind: Kind, plans: Sequence[ArenaPlan], setup: Setup) -> list[torch.Tensor]:
+        """The memory of all ranks that share slots with this one, in their order."""
+        if all(plan.spread == 1 for plan in plans):
+            return []
+        return [
+            self._memory[kind]
+            if rank == self._rank
+            else self._pinned(torch.frombuffer(map_shared(setup.memory[rank][kind.value]), dtype=torch.uint8))
+            for rank in self._ranks.stage(self._rank)
+        ]
 
     def _describe(self, setup: Setup) -> None:
         # Only for people and for warnings at a later start; bytes do not depend on it.
@@ -186,11 +215,19 @@ class WorkerSide:
         # A runner may leave a step without its end (pipeline stages under speculative decoding on vLLM's V1 runner).
         if self._unstarted:
             self._saves_failed(self._unstarted, "no_end")
-        self._unstarted = tuple(plan.saves)
-        for start in range(0, len(plan.stages), _STAGES_A_TASK):
-            self._submit(self._stage_all, plan.stages[start : start + _STAGES_A_TASK], self._setup)
+        saves = [save for save in plan.saves if self._does(save.ranks)]
+        self._unstarted = tuple(save for save in saves if not save.copied)
+        for save in saves:
+            if save.copied:
+                self._submit(self._write, save, self._setup)
+        stages = [stage for stage in plan.stages if self._does(stage.ranks)]
+        for start in range(0, len(stages), _STAGES_A_TASK):
+            self._submit(self._stage_all, stages[start : start + _STAGES_A_TASK], self._setup)
         for load in plan.loads:
             self._load(load)
+
+    def _does(self, ranks: tuple[int, ...] | None) -> bool:
+        return ranks is None or self._rank in ranks
 
     def end(self, plan: StepPlan) -> None:
         """Start the saves of this step, whose bytes the forward just wrote."""
@@ -251,7 +288,7 @@ class WorkerSide:
             self._failed.add(load.request_id)
         else:
             self.counters.add("loaded_bytes", sum(self._units[copy.group].unit_bytes for copy in load.copies))
-        self._results.append(Result(load.job, Phase.LOADED, cause))
+        self._result(load.job, Phase.LOADED, cause)
 
     def _copies_done(self, running: _Running, cause: str) -> None:
         if running.load is not None:
@@ -260,14 +297,14 @@ class WorkerSide:
             self._saves_failed(running.saves, cause)
             return
         for save in running.saves:
-            self._results.append(Result(save.job, Phase.COPIED))
+            self._result(save.job, Phase.COPIED)
             self.counters.add("saved_bytes", self._units[save.copy.group].unit_bytes)
             if self._backend is not None:
                 self._submit(self._write, save, running.setup)
 
     def _saves_failed(self, saves: Sequence[SaveJob], cause: str) -> None:
-        phases = (Phase.COPIED,) if self._backend is None else (Phase.COPIED, Phase.WRITTEN)
-        self._results.extend(Result(save.job, phase, cause) for save in saves for phase in phases)
+        for save in saves:
+            self._result(save.job, Phase.COPIED, cause)
 
     def _stage_all(self, stages: Sequence[StageJob], setup: Setup | None) -> None:
         for stage in stages:
@@ -285,18 +322,21 @@ class WorkerSide:
             cause = self.counters.failure("stage", error, error.cause)
         except Exception as error:
             cause = self.counters.failure("stage", error)
-        self._results.append(Result(stage.job, Phase.STAGED, cause))
+        self._result(stage.job, Phase.STAGED, cause)
 
-    def _write(self, save: SaveJob, setup: Setup) -> None:
+    def _write(self, save: SaveJob, setup: Setup | None) -> None:
         cause = ""
         try:
             payload = self._payload(save.key, save.copy.slot)
             self.counters.add("written_bytes", record.write(*self._record(save.key, setup), payload))
         except Exception as error:
             cause = self.counters.failure("write", error)
-        self._results.append(Result(save.job, Phase.WRITTEN, cause))
+        self._result(save.job, Phase.WRITTEN, cause)
 
     # -- shared ---------------------------------------------------------------------------------------------------
+
+    def _result(self, job: int, phase: Phase, cause: str = "") -> None:
+        self._results.append(Result(job, phase, self._rank, cause))
 
     def _ready(self) -> tuple[Transfer, Setup]:
         if self._transfer is None or self._setup is None:
@@ -311,14 +351,15 @@ class WorkerSide:
         if self._backend is None or setup is None:
             raise BackendError("there is no backend, or it is closed")
         # Opened anew for every job, which is free: a backend that could not be opened once is not given up.
-        return self._backend.bucket(setup.namespace, self._rank), record.RecordKey(
+        bucket = self._ranks.bucket(self._spread[key.group], self._rank)
+        return self._backend.bucket(setup.namespace, bucket), record.RecordKey(
             namespace=setup.namespace,
             group_seed=setup.seeds[key.group],
             kind="snapshot" if isinstance(key, SnapshotKey) else "block",
             prefix=key.prefix,
             parent=key.parent,
             depth_tokens=key.depth_tokens,
-            rank=self._rank,
+            rank=bucket,
         )
 
     def _submit(self, job: Callable[..., None], *args: object) -> Future[None]:
@@ -345,6 +386,9 @@ class WorkerSide:
         self._transfer = None
         self._slots.clear()
         self._memory.clear()
+        for handle in self._handles.values():
+            os.close(handle.fd)
+        self._handles.clear()
         if self._backend is not None and not pending:
             try:
                 self._backend.close()

@@ -38,35 +38,49 @@ class ArenaPlan:
     slot_bytes: int  # the widest rank's unit
     slots: int
     groups: tuple[int, ...]  # KV cache groups whose units live here
+    spread: int = 1  # ranks that share the slots: slot s is row s // spread in the memory of the s % spread-th of them
+
+    @property
+    def rows(self) -> int:
+        """Slots in one rank's memory."""
+        return -(-self.slots // self.spread)
 
 
 def plan_arenas(
-    setting: str, budget_bytes: int, units: Mapping[int, tuple[int, int]], weight_by_tokens: bool
+    setting: str,
+    budget_bytes: int,
+    units: Mapping[int, tuple[int, int]],
+    weight_by_tokens: bool,
+    spread: Mapping[int, int] | None = None,
 ) -> list[ArenaPlan]:
-    """Divide `budget_bytes` into arenas, one per unit size.
+    """Divide one rank's `budget_bytes` into arenas, one per unit size and spread.
 
-    `units` maps group -> (unit bytes, tokens per unit). With `weight_by_tokens` every group gets slots for the same
-    number of tokens, since a chain is of use only where all groups have it; otherwise every group gets the same number
-    of slots, since a state is of use only where all groups have one. Raises ConfigError (naming `setting`) when not
-    even one unit of each group fits.
+    `units` maps group -> (unit bytes, tokens per unit), `spread` group -> ranks that share its slots (1 if absent).
+    With `weight_by_tokens` every group gets slots for the same number of tokens, since a chain is of use only where all
+    groups have it; otherwise every group gets the same number of slots, since a state is of use only where all groups
+    have one. Raises ConfigError (naming `setting`) when not even one unit of each group fits.
     """
     if not units:
         return []
-    density = {group: unit / (tokens if weight_by_tokens else 1) for group, (unit, tokens) in units.items()}
+    ranks = {group: (spread or {}).get(group, 1) for group in units}
+    density = {
+        group: unit / (tokens if weight_by_tokens else 1) / ranks[group] for group, (unit, tokens) in units.items()
+    }
     share = budget_bytes / sum(density.values())
-    by_bytes: dict[int, list[int]] = {}
+    by_shape: dict[tuple[int, int], list[int]] = {}
     for group, (unit_bytes, _) in sorted(units.items()):
-        by_bytes.setdefault(unit_bytes, []).append(group)
+        by_shape.setdefault((unit_bytes, ranks[group]), []).append(group)
     plans = []
-    for unit_bytes, groups in by_bytes.items():
-        slots = int(sum(share / (units[group][1] if weight_by_tokens else 1) for group in groups))
-        if slots < len(groups):
+    for (unit_bytes, sharing), groups in by_shape.items():
+        # Rounded down to whole rows: every rank of a spread has as much memory as the others.
+        rows = int(sum(share / (units[group][1] if weight_by_tokens else 1) for group in groups) / sharing)
+        if rows * sharing < len(groups):
             needed = sum(unit for unit, _ in units.values())
             raise ConfigError(
                 f"{setting} is {budget_bytes} bytes; this model's units take {needed} bytes for one of each of its "
                 f"{len(units)} groups, and at least one of each must fit — raise {setting}"
             )
-        plans.append(ArenaPlan(unit_bytes, slots, tuple(groups)))
+        plans.append(ArenaPlan(unit_bytes, rows * sharing, tuple(groups), sharing))
     return plans
 
 

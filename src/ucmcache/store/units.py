@@ -98,6 +98,10 @@ class UnitStore:
                 codes = np.where(absent, stored, codes)
         return codes
 
+    def spread(self, group: int) -> int:
+        """How many ranks share the slots of a group's units."""
+        return self._arena_of[group].plan.spread
+
     def slot(self, key: UnitKey) -> int | None:
         """Host slot of a READY unit, or None."""
         return self._arena_of[key.group].slot(key.group, key.prefix)
