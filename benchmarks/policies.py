@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _common import console, options, print_goals, write_report
-from replay.baselines import Arc, Belady, Fifo, Lru, Marconi, S3Fifo, Sieve, TwoQueue
+from replay.baselines import Arc, Belady, Clock, Fifo, Lru, Marconi, S3Fifo, Sieve, TwoQueue
 from replay.run import DENSE, END, END_JUNCTION, SHIPPED, UNLIMITED, Event, Keep, Outcome, replay
 from replay.tables import by_capacity, by_trigger, limited_chains, plot, working_sets
 from replay.traces import Trace, generate, read_mooncake
 from replay.working_set import working_set
 
 from ucmcache.demo.report import Goal
-from ucmcache.store.eviction import Clock, EvictionPolicy, GreedyDual
+from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 
 CAPACITIES = (125, 250, 500, 1000, 2000, 4000, 8000)
 QUICK_CAPACITIES = (250, 1000)
@@ -66,6 +66,7 @@ class Job(NamedTuple):
     policy: str = SHIPPED_POLICY
     states: int = UNLIMITED
     blocks: int = UNLIMITED
+    joint: bool = True  # blocks and states leave together; else blocks by CLOCK, whatever states build on them
 
 
 def _load(traces: Sequence[Trace]) -> None:
@@ -85,7 +86,7 @@ def _run(job: Job) -> Row:
         for number, event in enumerate(_unlimited_events(job.trace, job.keep)):
             reads.setdefault(event.read, []).append(number)
         policy = partial(Belady, reads=reads)
-    return row_of(job, replay(_TRACES[job.trace], job.keep, job.states, policy, job.blocks))
+    return row_of(job, replay(_TRACES[job.trace], job.keep, job.states, policy, job.blocks, joint=job.joint))
 
 
 def _working_set(trace: str, capacities: Sequence[int]) -> Row:
@@ -110,9 +111,9 @@ def jobs_of(traces: Sequence[Trace], capacities: Sequence[int]) -> list[Job]:
             for states in capacities
         ]
         jobs += [
-            Job(name, SHIPPED, policy, states, max(1, trace.distinct_blocks // part))
+            Job(name, SHIPPED, policy, states, max(1, trace.distinct_blocks // part), joint)
             for part in CHAIN_PARTS
-            for policy in CHAIN_POLICIES
+            for policy, joint in [(SHIPPED_POLICY, True), *((policy, False) for policy in CHAIN_POLICIES)]
             for states in CHAIN_CAPACITIES
             if states in capacities
         ]
@@ -128,7 +129,7 @@ def row_of(job: Job, outcome: Outcome) -> Row:
         "policy": job.policy,
         "states": None if job.states == UNLIMITED else job.states,
         "blocks": None if job.blocks == UNLIMITED else job.blocks,
-        "eviction": "each store by itself",
+        "eviction": "joint" if job.joint else "each store by itself",
         "hit": round(outcome.hit, 6),
         "chain_hit": round(outcome.chain_tokens / tokens, 6),
         "lost": {cause: round(lost / tokens, 6) for cause, lost in sorted(outcome.lost.items())},
@@ -184,6 +185,19 @@ def goals_of(rows: Sequence[Row], traces: Sequence[str], capacities: Sequence[in
             limit = AT_LEAST.get(name, {}).get(states) if whole else None
             if limit is not None:
                 goals.append(Goal(f"{name}_{states}_hit", round(ours, 2), f">= {limit:g}", "%", ours >= limit))
+        goals += _joint_goals([row for row in rows if row["trace"] == name and row["blocks"] is not None])
+    return goals
+
+
+def _joint_goals(rows: Sequence[Row]) -> list[Goal]:
+    """Where blocks are limited: joint eviction ahead of each store by itself, whatever evicts the states there."""
+    goals = []
+    for joint in (row for row in rows if row["eviction"] == "joint"):
+        same = [row for row in rows if (row["blocks"], row["states"]) == (joint["blocks"], joint["states"])]
+        rival = max(100 * row["hit"] for row in same if row["eviction"] != "joint")
+        ahead = round(100 * joint["hit"] - rival, 2)
+        name = f"{joint['trace']}_{joint['blocks']}_blocks_{joint['states']}_states_joint_ahead"
+        goals.append(Goal(name, ahead, "> 0", "points", ahead > 0))
     return goals
 
 

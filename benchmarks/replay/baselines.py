@@ -49,6 +49,50 @@ class Fifo(Baseline):
     """First in, first out."""
 
 
+class Clock:
+    """CLOCK: a hand sweeps the slots; a referenced slot gets a second chance, an unreferenced one goes.
+
+    Slots are small integers below `slots`. Cost: at most two sweeps a call.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._occupied = bytearray(slots)
+        self._referenced = bytearray(slots)
+        self._hand = 0
+
+    def add(self, slot: int) -> None:
+        # New content starts unreferenced: a scan that is never read again must not push out what is read.
+        self._occupied[slot] = 1
+        self._referenced[slot] = 0
+
+    def touch(self, slot: int) -> None:
+        self._referenced[slot] = 1
+
+    def remove(self, slot: int) -> None:
+        self._occupied[slot] = 0
+        self._referenced[slot] = 0
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
+        slots = len(self._occupied)
+        chosen: list[int] = []
+        seen: set[int] = set()
+        hand = self._hand
+        for _ in range(2 * slots):
+            if len(chosen) == count:
+                break
+            slot = hand
+            hand = hand + 1 if hand + 1 < slots else 0
+            if not self._occupied[slot] or slot in seen or not evictable(slot):
+                continue
+            if self._referenced[slot]:
+                self._referenced[slot] = 0
+                continue
+            chosen.append(slot)
+            seen.add(slot)
+        self._hand = hand
+        return chosen or None
+
+
 class Lru(Baseline):
     """What was used longest ago goes."""
 

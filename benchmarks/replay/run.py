@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from replay.baselines import Baseline
+from replay.baselines import Baseline, Clock
 from replay.traces import BLOCK_TOKENS, Trace
-from ucmcache.coordinator.coordinator import Coordinator
+from ucmcache.coordinator.coordinator import Claims, Coordinator
 from ucmcache.coordinator.hit import Hit, Prompt
 from ucmcache.coordinator.spec import GroupFacts, bind
 from ucmcache.keys import UnitKey
@@ -15,8 +15,10 @@ from ucmcache.store.arena import ArenaPlan, Owner
 from ucmcache.store.block import BlockStore
 from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.snapshot import SnapshotStore
+from ucmcache.store.units import UnitStore
 
 _CHAIN, _STATE = 0, 1
+BLOCK_BYTES, STATE_BYTES = 1, 1
 _SEEDS = {_CHAIN: b"chain".ljust(16), _STATE: b"state".ljust(16)}
 _NAMESPACE = b"replay".ljust(16)
 UNLIMITED = 1 << 18
@@ -69,6 +71,24 @@ class Outcome:
         return self.resumed_tokens / self.prompt_tokens
 
 
+class _Blocks(UnitStore):
+    """Blocks that leave by themselves, by CLOCK, whatever states build on them."""
+
+    whole_chains: frozenset[int] = frozenset()
+
+    def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
+        return Clock(plan.slots)
+
+    def need(self, groups: Any, prefixes: Any) -> None:
+        pass
+
+    def release(self, groups: Any, prefixes: Any) -> None:
+        pass
+
+    def needs(self, group: int, prefix: bytes) -> int:
+        return 0
+
+
 class _States(SnapshotStore):
     """The real store, with another policy if one is given."""
 
@@ -77,7 +97,7 @@ class _States(SnapshotStore):
         self.policy: Any = None
         self.saved_tokens: Callable[[bytes], int] = lambda prefix: 0
         self.on_evicted: Callable[[bytes], None] = lambda prefix: None
-        super().__init__([ArenaPlan(1, slots, (_STATE,))], _SEEDS, _NAMESPACE)
+        super().__init__([ArenaPlan(STATE_BYTES, slots, (_STATE,))], _SEEDS, _NAMESPACE)
 
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
         self.policy = self._make(plan.slots)
@@ -115,9 +135,10 @@ def replay(
     state_slots: int,
     policy: Callable[[int], EvictionPolicy] = GreedyDual,
     block_slots: int = UNLIMITED,
+    joint: bool = True,
 ) -> Outcome:
     """Every prompt looked up, then kept as the coordinator says: the chain's blocks, and the states it wants."""
-    run = _Replay(keep, state_slots, policy, block_slots)
+    run = _Replay(keep, state_slots, policy, block_slots, joint)
     for number, prompt in enumerate(trace.prompts):
         run.request(number, prompt)
     return run.outcome
@@ -126,14 +147,18 @@ def replay(
 class _Replay:
     """One engine's index without its bytes: each request is over before the next arrives."""
 
-    def __init__(self, keep: Keep, state_slots: int, policy: Callable[[int], EvictionPolicy], block_slots: int) -> None:
+    def __init__(
+        self, keep: Keep, state_slots: int, policy: Callable[[int], EvictionPolicy], block_slots: int, joint: bool
+    ) -> None:
         rows = bind(
             GroupFacts(group, spec_class, BLOCK_TOKENS, _Spec(), "", True, False)
             for group, spec_class in ((_CHAIN, "FullAttentionSpec"), (_STATE, "MambaSpec"))
         )
         self._keep = keep
         self._chain = rows[_CHAIN]
-        self._blocks = BlockStore([ArenaPlan(1, block_slots, (_CHAIN,))], _SEEDS, _NAMESPACE)
+        store: Any = BlockStore if joint else _Blocks
+        self._blocks = store([ArenaPlan(BLOCK_BYTES, block_slots, (_CHAIN,))], _SEEDS, _NAMESPACE)
+        self._claims: Claims = {}
         self._states = _States(state_slots, policy)
         self._coordinator = Coordinator(rows, self._blocks, self._states, keep.interval_tokens)
         self._states.saved_tokens = self._coordinator.lineage.saved_tokens
@@ -161,6 +186,7 @@ class _Replay:
         written = self._keep_states(prompt, hit.resume_tokens, junction)
         for store, group, slot in pinned:
             store.unpin(group, slot)
+        self._coordinator.settle(self._claims)
         outcome.events.append(Event(prompt.prefix(hit.resume_tokens), hit.resume_tokens, written))
 
     def _resume(self, prompt: Prompt, resume_tokens: int) -> list[tuple[BlockStore | SnapshotStore, int, int]]:
@@ -168,7 +194,7 @@ class _Replay:
         pinned: list[tuple[BlockStore | SnapshotStore, int, int]] = []
         if not resume_tokens:
             return pinned
-        read = self._coordinator.lineage.read(prompt.prefix(resume_tokens))
+        read = self._coordinator.resumed(prompt.prefix(resume_tokens))
         if read is not None:
             trigger, first = read
             self.outcome.saved[trigger] += resume_tokens
@@ -185,15 +211,15 @@ class _Replay:
         return pinned
 
     def _keep_blocks(self, prompt: Prompt) -> None:
+        self._coordinator.claim(self._claims, prompt, prompt.num_tokens)
         missing, _ = self._coordinator.missing_blocks(prompt, self._chain, 0, prompt.num_tokens)
         keys = [placed.key for placed in missing]
-        # One by one when others must leave: a chain's beginning is of use even if the rest finds no room.
-        for batch in [keys] if len(keys) <= self._blocks.free_slots else [[key] for key in keys]:
-            slots = self._blocks.reserve(batch)
+        # One by one: a chain's beginning is of use even if the rest finds no room.
+        for key in keys:
+            slots = self._blocks.reserve([key])
             if slots is None:
                 return
-            for slot in slots:
-                self._blocks.commit(_CHAIN, slot)
+            self._blocks.commit(_CHAIN, slots[0])
 
     def _keep_states(self, prompt: Prompt, resume_tokens: int, junction_tokens: int) -> tuple[bytes, ...]:
         """Keep what a trigger asks for; returns the prefixes of what was not here before."""

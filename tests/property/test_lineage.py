@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -29,9 +31,21 @@ class Model:
 
     kept: dict[str, Trigger]
 
+    def anchors(self) -> dict[str, str]:
+        """Each state's deepest kept state before it that is no guess."""
+        sure = [one for one, trigger in self.kept.items() if not trigger.is_guess]
+        return {
+            path: max((one for one in sure if path.startswith(one) and one != path), key=len, default="")
+            for path in self.kept
+        }
+
+    def paths(self) -> Counter[bytes]:
+        """On how many states' own paths each prefix is."""
+        ends = (path[:end] for path, anchor in self.anchors().items() for end in range(len(anchor) + 1, len(path) + 1))
+        return Counter(end.encode() for end in ends)
+
     def worth(self, path: str) -> float:
-        anchors = [len(one) for one, trigger in self.kept.items() if not trigger.is_guess and path.startswith(one)]
-        behind = max((length for length in anchors if length < len(path)), default=0)
+        behind = len(self.anchors()[path])
         weight = {Trigger.INTERVAL: 0.02, Trigger.JUNCTION: 2.0}.get(self.kept[path], 1.0)
         return float(((len(path) - behind) * GRID) ** 0.75 * weight)
 
@@ -46,7 +60,13 @@ ACTIONS = st.one_of(
 @settings(max_examples=1500, deadline=None)
 @given(st.lists(ACTIONS, max_size=30))
 def test_worths_are_true_whoever_comes_and_goes(actions: list[tuple[str, str, Trigger | None]]) -> None:
-    lineage, model = Lineage(GRID), Model({})
+    paths: Counter[bytes] = Counter()  # prefix -> how many states' own paths it is on
+
+    def on_path(prefixes: Sequence[bytes], held: bool) -> None:
+        (paths.update if held else paths.subtract)(prefixes)
+        assert min(paths.values(), default=0) >= 0
+
+    lineage, model = Lineage(GRID, on_path), Model({})
     told: dict[bytes, float] = {}
     for action, path, trigger in actions:
         if action == "add" and trigger is not None:
@@ -66,10 +86,13 @@ def test_worths_are_true_whoever_comes_and_goes(actions: list[tuple[str, str, Tr
         # Who listens to the changes alone knows every worth.
         assert told == {one.encode(): pytest.approx(model.worth(one)) for one in model.kept}
         assert len(lineage) == len(model.kept)
+        assert +paths == model.paths()
+        for one in model.kept:
+            assert lineage.is_leaf(one.encode()) == (one not in model.anchors().values())
 
 
 def test_a_first_read_is_told_once() -> None:
-    lineage = Lineage(GRID)
+    lineage = Lineage(GRID, lambda prefixes, held: None)
     lineage.add(prompt_of("aab"), 3 * GRID, Trigger.JUNCTION)
     assert lineage.read(b"aab") == (Trigger.JUNCTION, True)
     assert lineage.read(b"aab") == (Trigger.JUNCTION, False)
@@ -121,10 +144,7 @@ def test_greedy_dual_gives_up_the_lowest(steps: list[tuple[str, int, int, set[in
 
             expected = sorted((one for one in held if one not in pinned), key=rank)[:count]
             got = policy.victims(count, lambda one, pinned=pinned: one not in pinned)  # type: ignore[misc]
-            if len(expected) < count:
-                assert got is None
-                continue
-            assert got == expected
+            assert got == (expected or None)
             if expected:
                 level = max(level, rank(expected[-1])[0])
             for one in expected:

@@ -15,7 +15,7 @@ from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Prompt, resolve_hit
 from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind
-from ucmcache.store.arena import Presence
+from ucmcache.store.arena import ArenaPlan, Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
 
@@ -123,7 +123,8 @@ def test_needed_is_all_and_only_what_a_promise_needs(case: tuple[Prompt, list[Bo
     if hit.resume_tokens == p.local_tokens:
         return
     seeds = {r.group: r.seed for r in rows}
-    coordinator = Coordinator(rows, BlockStore([], seeds, b"n" * 16), SnapshotStore([], seeds, b"n" * 16), None)
+    plans = [ArenaPlan(1, 1, (r.group,)) for r in rows]
+    coordinator = Coordinator(rows, BlockStore(plans, seeds, b"n" * 16), SnapshotStore(plans, seeds, b"n" * 16), None)
     units = coordinator.needed(p, hit.resume_tokens)
     assert all(given_.at[key.group, key.depth_tokens] == Presence.READY for key, _ in units)
     assert all(key.depth_tokens == int(key.prefix) for key, _ in units)

@@ -7,7 +7,7 @@ import resource
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,7 +15,7 @@ from ucmcache.errors import ConfigError, ContractError
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
 from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence, plan_arenas
 from ucmcache.store.block import BlockStore
-from ucmcache.store.eviction import Clock
+from ucmcache.store.eviction import LeafClock
 from ucmcache.store.memory import take_memory
 from ucmcache.store.snapshot import SnapshotStore
 from ucmcache.store.units import UnitStore
@@ -153,7 +153,7 @@ TestStoreMachine.settings = settings(max_examples=150, stateful_step_count=40, d
 
 
 def arena(slots: int) -> Arena:
-    return Arena(ArenaPlan(8, slots, (0,)), on_evict=lambda owner: None)
+    return Arena(ArenaPlan(8, slots, (0,)), LeafClock(slots), on_evict=lambda owner: None, on_full=lambda: False)
 
 
 def test_misuse_is_refused() -> None:
@@ -170,22 +170,79 @@ def test_misuse_is_refused() -> None:
         one.abort(slot)
 
 
-def test_clock_spares_what_was_used() -> None:
-    clock = Clock(3)
+def test_a_leaf_that_was_used_gets_a_second_chance() -> None:
+    clock = LeafClock(3)
     for slot in range(3):
         clock.add(slot)
     clock.touch(0)
     clock.touch(1)
     assert clock.victims(1, lambda slot: True) == [2]
+    clock.remove(2)
+    assert clock.victims(1, lambda slot: slot != 0) == [1]  # its chance is spent, and 0 is in use
 
 
-def test_clock_gives_all_or_nothing_and_spends_no_second_chance_in_vain() -> None:
-    clock = Clock(3)
-    for slot in range(3):
-        clock.add(slot)
-    clock.touch(0)
-    assert clock.victims(3, lambda slot: slot != 2) is None
-    assert clock.victims(1, lambda slot: True) == [1]
+SLOTS = 8
+CLOCK_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "touch", "remove", "need", "victims", "victims"]),
+        st.integers(0, SLOTS - 1),
+        st.integers(0, SLOTS - 1),
+        st.sets(st.integers(0, SLOTS - 1), max_size=3),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(CLOCK_STEPS)
+def test_chains_go_from_their_ends_and_nothing_that_is_needed(
+    steps: list[tuple[str, int, int, set[int]]],
+) -> None:
+    clock = LeafClock(SLOTS)
+    parents: dict[int, int | None] = {}  # slots that hold something -> what it continues
+    needed: set[int] = set()
+    touched: set[int] = set()  # since it was added
+    just_touched: set[int] = set()  # since the last victim
+    for action, slot, other, pinned in steps:
+        if action == "add" and slot not in parents:
+            parent = other if other in parents else None
+            if parent is not None:
+                clock.link(slot, parent)
+            clock.add(slot)
+            parents[slot] = parent
+            touched.discard(slot)
+            just_touched.discard(slot)
+        elif action == "touch" and slot in parents:
+            clock.touch(slot)
+            touched.add(slot)
+            just_touched.add(slot)
+        elif action == "need" and slot in parents:
+            needed ^= {slot}
+            clock.need(slot, slot in needed)
+        elif action == "remove" and slot in parents:
+            clock.remove(slot)  # in any order: some are forgotten, not evicted
+            forget(parents, needed, slot)
+        elif action == "victims":
+            leaves = set(parents) - needed - {one for one in parents.values() if one is not None}
+            got = clock.victims(1, lambda one, pinned=pinned: one not in pinned)  # type: ignore[misc]
+            assert (got is None) == (not leaves - pinned)
+            if got is not None:
+                assert set(got) <= leaves - pinned
+                # One that was used just now goes only where all others were used, too, at some time.
+                assert not set(got) & just_touched or leaves - pinned <= touched
+                just_touched.clear()
+                for one in got:
+                    clock.remove(one)
+                    forget(parents, needed, one)
+
+
+def forget(parents: dict[int, int | None], needed: set[int], slot: int) -> None:
+    """A slot holds nothing: what continued it continues nothing."""
+    del parents[slot]
+    needed.discard(slot)
+    for one, parent in parents.items():
+        if parent == slot:
+            parents[one] = None
 
 
 def test_budget_is_divided_by_what_is_of_use_together() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.sim.engine import VOCAB, Group, SimEngine, WrongBytesError
 from ucmcache.errors import ConfigError
+from ucmcache.store.arena import Presence
 
 HOST = {"host": {"blocks": "4MiB", "snapshots": "4MiB"}}
 MIXES: dict[str, list[Group]] = {
@@ -86,6 +87,11 @@ def assert_at_rest(engine: SimEngine) -> None:
     assert side.jobs_in_flight == 0
     assert engine.tokens_accounted_for()
     assert side.coordinator.blocks.pinned_slots == side.coordinator.states.pinned_slots == 0
+    # No request is left, so what is needed is needed by kept states alone.
+    coordinator = side.coordinator
+    paths = sum(coordinator.lineage.steps(prefix) for prefix in coordinator.lineage)
+    for group in coordinator._whole:
+        assert sum(coordinator.blocks._needs[group].values()) == paths
     assert engine.reset_local()
     assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
 
@@ -231,6 +237,39 @@ def test_a_small_host_budget_evicts_and_stays_right(start: Start, tmp_path: Path
     assert engine.counts["evicted_units"] > 0
     assert engine.counts["adopted_tokens"] > 0
     assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("mix", ["state", "all", "latent and state"])
+def test_full_host_memory_strands_no_state(start: Start, mix: str) -> None:
+    """Blocks and states compete for little room, in steps of several requests: whatever is kept can be resumed from."""
+    extra = {"host": {"blocks": 60_000, "snapshots": 5_000}, "retention": {"interval_tokens": None}}
+    engine = start(MIXES[mix], extra, num_blocks=400, max_step_tokens=48, max_seqs=4)
+    rng = random.Random(11)
+    texts = [prompt_of(160, seed) for seed in range(6)]
+    for i in range(60):
+        text = rng.choice(texts)
+        engine.add(f"r{i}", [*text[: rng.randrange(8, 161)], *prompt_of(rng.randrange(1, 40), i)], 3)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        if i % 10 == 9:
+            assert_at_rest(engine)
+            assert_nothing_stranded(engine)
+    assert engine.counts["evicted_units"] > 100
+    assert engine.counts["adopted_tokens"] > 0
+
+
+def assert_nothing_stranded(engine: SimEngine) -> None:
+    """Every kept state has all blocks before it."""
+    coordinator = engine.side.coordinator
+    for prefix in coordinator.lineage:
+        at = prefix
+        while at:
+            state = coordinator.lineage._states[at]
+            for group in coordinator._whole:
+                assert (coordinator.blocks.presence(group, state.path) == Presence.READY).all(), (prefix, at)
+            at = state.anchor
+        for group, prefixes in coordinator._windows_of.get(prefix, ()):
+            assert (coordinator.blocks.presence(group, prefixes) == Presence.READY).all()
 
 
 def test_a_synchronous_load_of_a_state_is_wrong(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ucmcache.coordinator.coordinator import Claims
 from ucmcache.coordinator.hit import Hit
 from ucmcache.coordinator.retention import Trigger
 
@@ -43,11 +44,13 @@ class Tracked:
     junction_tokens: int = 0  # where it left the path that others went before it, by its last lookup
     hit: Hit | None = None  # its last lookup; counted when it is admitted
     columns: dict[int, int] = field(default_factory=dict)  # group -> first block not yet considered for saving
+    refused: dict[int, int] = field(default_factory=dict)  # group -> first block that found no room
     state_tokens: int = 0  # position of the last state kept of it
     output_end: bytes = b""  # prefix of the last state kept in its output
     seen_tokens: int = 0  # where the last step ended
     due_tokens: int = 0  # a step that ends before this position fills no block
     unnamed: list[Unnamed] = field(default_factory=list)
+    claims: Claims = field(default_factory=dict)  # blocks that are kept for its sake until it ends
 
     def passes(self, scheduled: int) -> bool:
         """Whether a step of `scheduled` tokens, none of them to be taken back, leaves nothing to save.
@@ -64,6 +67,7 @@ class Tracked:
     def start_over(self, epoch: int) -> None:
         """Nothing of the request is computed yet, or no longer (preemption)."""
         self.columns.clear()
+        self.refused.clear()
         self.unnamed.clear()
         self.output_end = b""
         self.state_tokens = self.seen_tokens = self.due_tokens = 0

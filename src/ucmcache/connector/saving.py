@@ -76,15 +76,19 @@ class SavePlanner:
         start = tracked.request.num_computed_tokens  # before this step
         end = start + scheduled - drafts
         table = _Resolved(state, tracked.request.request_id)
+        self._coordinator.claim(tracked.claims, prompt, end)
         for row in self._coordinator.rows:
             if row.kind is not Kind.CHAIN:
                 continue
             # Not beyond where this step starts: rejected drafts and streamed input can take a request back.
-            first = min(tracked.columns.get(row.group, 0), start // row.block_tokens)
+            refused = tracked.refused.pop(row.group, tracked.columns.get(row.group, 0))
+            first = min(tracked.columns.get(row.group, 0), start // row.block_tokens, refused)
             units, tracked.columns[row.group] = self._coordinator.missing_blocks(prompt, row, first, end)
             for unit in units:
                 if not self._copy(plan, [unit], table):
-                    break  # no room: nor is there for the blocks behind it
+                    # No room: nor is there for the blocks behind it. The next full block is a time to try again.
+                    tracked.refused[row.group] = unit.column
+                    break
         tracked.seen_tokens = end
         tracked.due_tokens = min(
             (
@@ -99,7 +103,7 @@ class SavePlanner:
             return
         trigger = self._trigger(tracked, end)
         if trigger is None:
-            self._coordinator.pass_over(prompt, end)
+            self._coordinator.pass_over(prompt, end, "never_saved")
         else:
             tracked.state_tokens = end
             if end > prompt.hashed_tokens:
@@ -163,6 +167,10 @@ class SavePlanner:
         table: Table,
     ) -> None:
         """Save the states of a position, or see to it that those which are here count for what they are now."""
+        if tracked.refused:
+            # A block before it is missing: nobody could get to it.
+            self._coordinator.pass_over(prompt, position_tokens, "refused")
+            return
         if missing:
             if not self._copy(plan, missing, table):
                 return

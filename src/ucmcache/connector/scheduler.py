@@ -92,6 +92,7 @@ class SchedulerSide:
         self._wanted.pop(request_id, None)
         if tracked := self._requests.pop(request_id, None):
             self._lose(tracked, "aborted")
+            self._coordinator.settle(tracked.claims)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
@@ -100,6 +101,7 @@ class SchedulerSide:
         if tracked is not None:
             self._lose(tracked, "preempted")
             tracked.hit = None
+            self._coordinator.settle(tracked.claims)
             tracked.start_over(self._jobs.epoch)
         if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
@@ -172,8 +174,10 @@ class SchedulerSide:
             self.counters.add("lost_tokens", tokens, cause)
         # The engine may take less than it was promised.
         self.counters.add("lost_tokens", hit.resume_tokens - resume_tokens, "declined")
-        read = self._coordinator.lineage.read(self._prompt(tracked, 0).prefix(resume_tokens))
-        if read is not None and resume_tokens > tracked.local_tokens:
+        if resume_tokens <= tracked.local_tokens:
+            return
+        read = self._coordinator.resumed(self._prompt(tracked, 0).prefix(resume_tokens))
+        if read is not None:
             trigger, first = read
             self.counters.add("state_saved_tokens", resume_tokens - tracked.local_tokens, trigger)
             self.counters.add("state_first_reads", int(first), trigger)
@@ -216,7 +220,8 @@ class SchedulerSide:
         return plan
 
     def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
-        for key, _ in units:
+        # States first: their blocks are needed from then on, and do not push each other out.
+        for key, _ in sorted(units, key=lambda placed: not isinstance(placed.key, SnapshotKey)):
             store = self._coordinator.store_of(key)
             if store.presence(key.group, [key.prefix])[0] != Presence.STORED:
                 continue
@@ -297,6 +302,8 @@ class SchedulerSide:
         """
         self._ended(self._jobs.reset())
         self._wanted.clear()
+        for tracked in self._requests.values():
+            tracked.claims.clear()
         fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
         namespace = Namespace(fields).digest
         self._setup = replace(self._setup, namespace=namespace, fields=fields)

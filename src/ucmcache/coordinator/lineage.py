@@ -4,11 +4,13 @@ A state saves the tokens between it and the deepest kept state before it. That c
 whose ancestor leaves saves more, one that gets a nearer ancestor saves less. States kept on a guess (the interval's, or
 ends that a longer one has replaced) are nobody's ancestor here: else they would take the worth of those that are known
 to be asked for (docs/adr/0008).
+
+With the state, each path holds the blocks between its anchor and itself (docs/adr/0010).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucmcache.coordinator.hit import Prompt
@@ -27,7 +29,7 @@ class _State:
     position_tokens: int
     trigger: Trigger
     anchor: bytes  # the deepest kept state before this one, guesses aside; b"" for none
-    path: Sequence[bytes]  # hashes at the grid positions behind the anchor, the last its own
+    path: Sequence[bytes]  # hashes at the steps behind the anchor, the last its own
     read: bool = False
     # By the first hash of their path: the states whose anchor this one is.
     followers: dict[bytes, set[bytes]] = field(default_factory=dict)
@@ -40,12 +42,20 @@ def _new_root() -> _State:
 class Lineage:
     """The states that are kept, by prefix, as a tree. Single-threaded.
 
-    Guaranteed by the caller: positions are multiples of `grid_tokens`, and every state that leaves is removed.
+    Guaranteed by the caller: positions are multiples of `step_tokens`, and every state that leaves is removed.
+    `on_path` hears of prefixes that one more path holds (True), and of those that one less does (False).
     """
 
-    def __init__(self, grid_tokens: int) -> None:
-        self._grid = grid_tokens
+    def __init__(self, step_tokens: int, on_path: Callable[[Sequence[bytes], bool], None]) -> None:
+        self._step = step_tokens
+        self._on_path = on_path
         self._states = {_ROOT: _new_root()}
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (prefix for prefix in self._states if prefix != _ROOT)
+
+    def __contains__(self, prefix: bytes) -> bool:
+        return prefix in self._states and prefix != _ROOT
 
     def __len__(self) -> int:
         return len(self._states) - 1
@@ -59,7 +69,7 @@ class Lineage:
                 known.trigger = trigger
                 return self._rooted(prefix)
             return {}
-        hashes = prompt.prefixes(0, position_tokens, self._grid)
+        hashes = prompt.prefixes(0, position_tokens, self._step)
         anchor, after = _ROOT, 0
         for i in range(len(hashes) - 2, -1, -1):
             found = self._states.get(hashes[i])
@@ -68,6 +78,7 @@ class Lineage:
                 break
         self._states[prefix] = _State(position_tokens, trigger, anchor, tuple(hashes[after:]))
         self._follow(prefix)
+        self._on_path(self._states[prefix].path, True)
         return {prefix: self.worth(prefix)} if trigger.is_guess else self._rooted(prefix)
 
     def remove(self, prefix: bytes) -> Mapping[bytes, float]:
@@ -78,6 +89,7 @@ class Lineage:
         changed = self._uproot(prefix)
         self._unfollow(prefix)
         del self._states[prefix]
+        self._on_path(state.path, False)
         return changed
 
     def demote(self, prefix: bytes) -> Mapping[bytes, float]:
@@ -96,6 +108,19 @@ class Lineage:
         """Tokens between a prefix's state and the deepest kept state before it, guesses aside."""
         state = self._states[prefix]
         return state.position_tokens - self._states[state.anchor].position_tokens
+
+    def anchor(self, prefix: bytes) -> bytes:
+        """Prefix of the deepest kept state before this one, guesses aside; b"" for none."""
+        return self._states[prefix].anchor
+
+    def is_leaf(self, prefix: bytes) -> bool:
+        """Whether a state is kept that no other's path begins at."""
+        state = self._states.get(prefix)
+        return state is not None and not state.followers
+
+    def steps(self, prefix: bytes) -> int:
+        """Length of the path that a state's own blocks are on."""
+        return len(self._states[prefix].path)
 
     def read(self, prefix: bytes) -> tuple[Trigger, bool] | None:
         """A request resumes from a state: why it was kept, and whether it was never read before. None if not kept."""
@@ -118,6 +143,7 @@ class Lineage:
             other = self._states[follower]
             if len(other.path) > length and other.path[length - 1] == prefix:
                 self._unfollow(follower)
+                self._on_path(other.path[:length], False)
                 other.anchor, other.path = prefix, other.path[length:]
                 self._follow(follower)
                 changed[follower] = self.worth(follower)
@@ -130,6 +156,7 @@ class Lineage:
         for follower in [one for group in state.followers.values() for one in group]:
             other = self._states[follower]
             self._unfollow(follower)
+            self._on_path(state.path, True)
             other.anchor, other.path = state.anchor, (*state.path, *other.path)
             self._follow(follower)
             changed[follower] = self.worth(follower)

@@ -128,6 +128,12 @@ class BoundRow:
         """How the row is named in `Hit.limited_by`, logs and errors."""
         return f"{self.group}:{self.spec.spec_class}"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a resume needs the group's blocks from the first token on, wherever it is."""
+        far = np.array([self.block_tokens, self.block_tokens << 40])
+        return not self.first_needed(far).any()
+
     def first_needed(self, p: Tokens) -> Tokens:
         """First token, for each resume position, whose block is needed."""
         return self.spec.reach(p, self.figures) if self.spec.reach is not None else p

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ucmcache.errors import ConfigError, ContractError
-from ucmcache.store.eviction import Clock, EvictionPolicy, GreedyDual
+from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 
 
 class Presence(IntEnum):
@@ -94,11 +94,12 @@ class Arena:
     _FREE, _LOADING, _READY = 0, 1, 2
 
     def __init__(
-        self, plan: ArenaPlan, on_evict: Callable[[Owner], None], policy: EvictionPolicy | None = None
+        self, plan: ArenaPlan, policy: EvictionPolicy, on_evict: Callable[[Owner], None], on_full: Callable[[], bool]
     ) -> None:
         self.plan = plan
-        self._policy = policy if policy is not None else Clock(plan.slots)
+        self._policy = policy
         self._on_evict = on_evict
+        self._on_full = on_full
         self._free = list(range(plan.slots - 1, -1, -1))
         self._state = bytearray(plan.slots)
         self._pins = [0] * plan.slots
@@ -123,22 +124,28 @@ class Arena:
         slot = self._index[group].get(prefix)
         return slot if slot is not None and self._state[slot] == self._READY else None
 
+    def held(self, group: int, prefix: bytes) -> int | None:
+        """Slot of a unit that is here or on its way, or None."""
+        return self._index[group].get(prefix)
+
     def has_room(self, count: int) -> bool:
         """Whether `count` slots can be reserved now, by evicting if needed."""
         return count <= len(self._free) + self._evictable_slots
 
     def reserve(self, owners: Sequence[Owner]) -> list[int] | None:
-        """One slot for each owner, evicting if needed; None, with nothing changed, if so many cannot be had.
+        """One slot for each owner, evicting if needed; None, with nothing reserved, if so many cannot be had.
 
         Guaranteed by the caller: no owner has a slot here already.
         """
-        missing = len(owners) - len(self._free)
-        if missing > 0:
-            victims = self._policy.victims(missing, self._evictable)
-            if victims is None:
-                return None
-            for slot in victims:
+        if not self.has_room(len(owners)):
+            return None
+        while len(self._free) < len(owners):
+            victims = self._policy.victims(len(owners) - len(self._free), self.evictable)
+            for slot in victims or ():
                 self.evict(slot)  # some have gone with a sibling already
+            # What is left is in use or needed by something that `on_full` may give up.
+            if not victims and not self._on_full():
+                return None
         slots = []
         for owner in owners:
             if owner.prefix in self._index[owner.group]:
@@ -178,7 +185,7 @@ class Arena:
 
     def evict(self, slot: int) -> bool:
         """Give up a slot's content; False if it is in use."""
-        if not self._evictable(slot):
+        if not self.evictable(slot):
             return False
         self._drop(slot, evicted=True)
         return True
@@ -187,7 +194,7 @@ class Arena:
         """Keep the slot's content until `unpin`; pins count."""
         if self._state[slot] == self._FREE:
             raise ContractError(f"slot {slot} is pinned but holds nothing")
-        self._evictable_slots -= self._evictable(slot)
+        self._evictable_slots -= self.evictable(slot)
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
@@ -195,7 +202,7 @@ class Arena:
         if not self._pins[slot]:
             raise ContractError(f"slot {slot} is unpinned more often than it was pinned")
         self._pins[slot] -= 1
-        self._evictable_slots += self._evictable(slot)
+        self._evictable_slots += self.evictable(slot)
         self._free_if_doomed(slot)
 
     def forget(self) -> None:
@@ -203,17 +210,18 @@ class Arena:
         for slot, owner in enumerate(self._owner):
             if owner is None or slot in self._doomed:
                 continue
-            if self._evictable(slot):
+            if self.evictable(slot):
                 self._drop(slot, evicted=False)
             else:
                 self._doomed.add(slot)
                 del self._index[owner.group][owner.prefix]
 
-    def _evictable(self, slot: int) -> bool:
+    def evictable(self, slot: int) -> bool:
+        """Whether the slot's content could be given up now: it is committed, and nobody has a pin on it."""
         return self._state[slot] == self._READY and not self._pins[slot]
 
     def _free_if_doomed(self, slot: int) -> None:
-        if slot in self._doomed and self._evictable(slot):
+        if slot in self._doomed and self.evictable(slot):
             self._drop(slot, evicted=False)
 
     def _expect(self, slot: int, state: int, action: str) -> None:

@@ -1,8 +1,9 @@
-"""Who leaves when room is needed: the eviction contract, CLOCK for blocks, greedy-dual for states."""
+"""Who leaves when room is needed: the eviction contract, CLOCK over leaves for blocks, greedy-dual for states."""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,9 +11,8 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the occupied slots of one arena by what to give up first.
 
-    Guaranteed by the caller: a slot is added once, and removed before it is added again.
-    Promised: `victims` returns distinct slots that satisfy `evictable`, and changes nothing that is found afterwards if
-    it returns None.
+    Guaranteed by the caller: a slot is added once, and removed before it is added again; victims are removed.
+    Promised: `victims` returns distinct slots that satisfy `evictable`.
     """
 
     def add(self, slot: int) -> None:
@@ -25,58 +25,83 @@ class EvictionPolicy(Protocol):
         """The slot no longer holds content."""
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
-        """`count` slots to give up, in order; None if so many cannot be had (all or nothing)."""
+        """At least one and at most `count` slots to give up, in order; None if there is none."""
 
 
-class Clock:
-    """CLOCK: a hand sweeps the slots; a referenced slot gets a second chance, an unreferenced one goes.
+class LeafClock:
+    """CLOCK over the leaves of chains: a slot goes only after all that continue it, and never while it is needed.
 
-    Slots are small integers below `slots`. Cost: at most two sweeps a call.
+    A chain whose beginning is gone is of no use, so it is given up from its end; once that has begun, the rest of it is
+    next, unless something else was touched less. A leaf that was touched since the hand last passed gets a second
+    chance. Slots are small integers below `slots`. Cost: amortised O(1).
     """
 
     def __init__(self, slots: int) -> None:
         self._occupied = bytearray(slots)
         self._referenced = bytearray(slots)
-        self._hand = 0
+        self._needed = bytearray(slots)
+        self._queued = bytearray(slots)
+        self._children = [0] * slots
+        self._parent = [(-1, 0)] * slots  # slot, and its generation: a slot may get other content
+        self._generation = [0] * slots
+        self._queue: deque[int] = deque()  # leaves that nobody needs, and some that are neither any more
+
+    def link(self, slot: int, parent: int) -> None:
+        """The slot's content continues that of `parent`; told before the slot is added."""
+        self._parent[slot] = (parent, self._generation[parent])
+        self._children[parent] += 1
+
+    def need(self, slot: int, needed: bool) -> None:
+        """Whether the slot's content must stay for the sake of others."""
+        self._needed[slot] = needed
+        self._offer(slot)
 
     def add(self, slot: int) -> None:
         # New content starts unreferenced: a scan that is never read again must not push out what is read.
         self._occupied[slot] = 1
         self._referenced[slot] = 0
+        self._offer(slot)
 
     def touch(self, slot: int) -> None:
         self._referenced[slot] = 1
 
     def remove(self, slot: int) -> None:
-        self._occupied[slot] = 0
-        self._referenced[slot] = 0
+        """The slot no longer holds content, or will not, after all."""
+        self._occupied[slot] = self._referenced[slot] = self._needed[slot] = 0
+        self._children[slot] = 0
+        self._generation[slot] += 1
+        (parent, generation), self._parent[slot] = self._parent[slot], (-1, 0)
+        if parent >= 0 and self._generation[parent] == generation:
+            self._children[parent] -= 1
+            self._offer(parent, first=True)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
-        slots = len(self._occupied)
-        chosen: list[int] = []
-        seen: set[int] = set()
+        """One slot, whatever `count`: the next one may be the one that it continued."""
         spared: list[int] = []
-        hand = self._hand
-        for _ in range(2 * slots):
-            if len(chosen) == count:
-                break
-            slot = hand
-            hand = hand + 1 if hand + 1 < slots else 0
-            if not self._occupied[slot] or slot in seen or not evictable(slot):
-                continue
-            if self._referenced[slot]:
-                self._referenced[slot] = 0
+        victim = None
+        while self._queue and victim is None:
+            slot = self._queue.popleft()
+            self._queued[slot] = 0
+            if not self._is_free_leaf(slot):
+                continue  # offered again when it is one
+            if not evictable(slot):
                 spared.append(slot)
-                continue
-            chosen.append(slot)
-            seen.add(slot)
-        if len(chosen) < count:
-            # Nothing is given up, so nobody's second chance may have been spent either.
-            for slot in spared:
-                self._referenced[slot] = 1
-            return None
-        self._hand = hand
-        return chosen
+            elif self._referenced[slot]:
+                self._referenced[slot] = 0
+                self._offer(slot)
+            else:
+                victim = slot
+        for slot in spared:
+            self._offer(slot)
+        return [victim] if victim is not None else None
+
+    def _is_free_leaf(self, slot: int) -> bool:
+        return bool(self._occupied[slot]) and not self._needed[slot] and not self._children[slot]
+
+    def _offer(self, slot: int, *, first: bool = False) -> None:
+        if self._is_free_leaf(slot) and not self._queued[slot]:
+            self._queued[slot] = 1
+            (self._queue.appendleft if first else self._queue.append)(slot)
 
 
 class GreedyDual:
@@ -127,14 +152,11 @@ class GreedyDual:
             _, number, slot = entry
             if self._entry[slot] == number:
                 (chosen if evictable(slot) else spared).append(entry)
-        given_up = len(chosen) == count
-        for entry in spared if given_up else [*spared, *chosen]:
+        for entry in spared:
             heapq.heappush(self._heap, entry)
-        if not given_up:
-            return None
         if chosen:
             self._level = max(self._level, chosen[-1][0])
-        return [slot for _, _, slot in chosen]
+        return [slot for _, _, slot in chosen] or None
 
     def _push(self, slot: int) -> None:
         self._numbers += 1

@@ -31,6 +31,16 @@ class SnapshotStore(UnitStore):
             if slot is not None:
                 arena.revalue(slot, worth)
 
+    def give_up(self, prefix: bytes) -> bool:
+        """Evict the states of a prefix; False, with nothing changed, if one is in use or not there yet."""
+        held = [(arena, arena.slot(group, prefix)) for group, arena in self._arena_of.items()]
+        if not all(slot is not None and arena.evictable(slot) for arena, slot in held):
+            return False
+        for arena, slot in held:
+            if slot is not None:
+                arena.evict(slot)  # the first takes its siblings along
+        return bool(held)
+
     def commit(self, group: int, slot: int) -> None:
         super().commit(group, slot)
         arena = self._arena_of[group]

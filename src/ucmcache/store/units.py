@@ -6,7 +6,7 @@ An index only: it runs in the scheduler process, single-threaded, and never touc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, repeat
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ucmcache.keys import UnitKey, group_tag, heads, split_id
 from ucmcache.store.arena import Arena, ArenaPlan, Owner, Presence
-from ucmcache.store.eviction import Clock, EvictionPolicy
+from ucmcache.store.eviction import EvictionPolicy
 
 # How many keys' fates are remembered, to name the cause of a later miss.
 _FATES = 65_536
@@ -66,10 +66,12 @@ class UnitStore:
 
     `seeds` maps group -> 16-byte group seed; with `namespace` it names a unit in the backend. Guaranteed by the caller:
     groups passed in are in `seeds`. Promised: only committed units are READY; a reservation is all or nothing.
+    `on_full` is asked for room when the policy has none to give; true if it gave something up.
     """
 
     def __init__(self, plans: Sequence[ArenaPlan], seeds: Mapping[int, bytes], namespace: bytes) -> None:
-        self.arenas = [Arena(plan, self._evicted, self._policy(plan)) for plan in plans]
+        self.on_full: Callable[[], bool] = lambda: False
+        self.arenas = [Arena(plan, self._policy(plan), self._evicted, lambda: self.on_full()) for plan in plans]
         self._arena_of = {group: arena for arena in self.arenas for group in arena.plan.groups}
         self._seeds = dict(seeds)
         self._group_of = self._tags(namespace)
@@ -79,7 +81,7 @@ class UnitStore:
         self.evicted_units = 0
 
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
-        return Clock(plan.slots)
+        raise NotImplementedError
 
     def presence(self, group: int, prefixes: Sequence[bytes]) -> Codes:
         """Presence code of each prefix's unit, as uint8."""
@@ -109,16 +111,22 @@ class UnitStore:
     def reserve(self, keys: Sequence[UnitKey]) -> list[int] | None:
         """A host slot for each key, or None with nothing reserved. Guaranteed by the caller: no key has one yet."""
         shares = [(arena, [i for i, key in enumerate(keys) if key.group in arena.plan.groups]) for arena in self.arenas]
-        if not all(arena.has_room(len(mine)) for arena, mine in shares):
+        slots: dict[int, int] = {}
+        room = all(arena.has_room(len(mine)) for arena, mine in shares)
+        for arena, mine in shares if room else ():
+            got = arena.reserve([Owner(keys[i].group, keys[i].prefix) for i in mine])
+            if got is None:
+                room = False
+                break
+            slots.update(zip(mine, got, strict=True))
+        if not room:
+            for i, slot in slots.items():
+                self._arena_of[keys[i].group].abort(slot)
             for key in keys:
                 self.note(key, "refused")
             return None
-        slots: dict[int, int] = {}
-        for arena, mine in shares:
-            got = arena.reserve([Owner(keys[i].group, keys[i].prefix) for i in mine])
-            slots.update(zip(mine, got or (), strict=True))
-            for i in mine:
-                self._here.put(keys[i].group, keys[i].prefix, Presence.PENDING)
+        for key in keys:
+            self._here.put(key.group, key.prefix, Presence.PENDING)
         return [slots[i] for i in range(len(keys))]
 
     def commit(self, group: int, slot: int) -> None:
