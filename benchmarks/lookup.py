@@ -49,9 +49,10 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from ucmcache.connector.layout import group_facts
+from ucmcache.coordinator.binding import BoundRow, bind
 from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.hit import Hit, Prompt
-from ucmcache.coordinator.spec import BoundRow, Kind, bind
+from ucmcache.coordinator.spec import Kind
 from ucmcache.demo.report import Goal
 from ucmcache.keys import BlockKey, SnapshotKey, physical_id
 from ucmcache.store.arena import ArenaPlan

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from replay.baselines import Baseline, Clock
 from replay.traces import BLOCK_TOKENS, Trace
+from ucmcache.coordinator.binding import GroupFacts, bind
 from ucmcache.coordinator.coordinator import Claims, Coordinator
 from ucmcache.coordinator.hit import Hit, Prompt
-from ucmcache.coordinator.spec import GroupFacts, bind
 from ucmcache.keys import UnitKey
 from ucmcache.store.arena import ArenaPlan, Owner
 from ucmcache.store.block import BlockStore

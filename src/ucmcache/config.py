@@ -1,7 +1,8 @@
 """The operator's settings: the JSON that vLLM passes as `kv_connector_extra_config`, as one frozen tree.
 
     {"host": {"blocks": "2GiB", "snapshots": "1GiB"}, "backend": {"url": "file:///path", "capacity": "200GiB"},
-     "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s"}
+     "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
+     "spec_modules": ["my_package.rows"]}
 
 Everything is optional. A setting's `description` says what is accepted and its first `examples` entry shows it; error
 messages are made of both, so a new setting needs nothing more than its field.
@@ -94,6 +95,9 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_ModuleName = Annotated[str, Field(strict=True, pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+
+
 class HostSettings(_Settings):
     """Host memory, over all ranks: for the blocks of chain groups and for the states of recurrent groups."""
 
@@ -150,9 +154,13 @@ class Config(_Settings):
         default=2.0, alias="promise_deadline", description=_DURATION, examples=["2s"]
     )
 
+    spec_modules: tuple[_ModuleName, ...] = Field(
+        default=(), description="a list of the names of modules that register rows", examples=[["my_package.rows"]]
+    )
+
     def effective(self) -> dict[str, Any]:
         """The values in force, defaults included, as the JSON that `load_config` reads back to an equal tree."""
-        return self.model_dump(by_alias=True)
+        return self.model_dump(mode="json", by_alias=True)
 
     def check_fits(self, available_bytes: int) -> None:
         """Raises ConfigError if host.blocks and host.snapshots together ask for more than `available_bytes`."""
@@ -203,6 +211,8 @@ def _problem(details: ErrorDetails) -> str:
     path = ".".join(map(str, details["loc"]))
     if details["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown(path, details)
+    while path not in _SETTINGS:  # an item of a list
+        path = path.rpartition(".")[0]
     field, section = _SETTINGS[path]
     accepted = field.description
     if section is not None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ucmcache.coordinator.binding import GroupFacts, bind
 from ucmcache.coordinator.coordinator import Claims, Coordinator
 from ucmcache.coordinator.hit import Prompt
 from ucmcache.coordinator.pressure import Pressure
 from ucmcache.coordinator.retention import Trigger
-from ucmcache.coordinator.spec import GroupFacts, bind
 from ucmcache.store.arena import ArenaPlan
 from ucmcache.store.block import BlockStore
 from ucmcache.store.eviction import LeafClock

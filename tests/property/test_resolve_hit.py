@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Prompt, resolve_hit
-from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind
+from ucmcache.coordinator.spec import SPEC_TABLE, Kind
 from ucmcache.store.arena import ArenaPlan, Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore

@@ -30,12 +30,13 @@ KV_TOKEN_BYTES = 32  # one head of eight K and eight V values, two bytes each
 class Group:
     """One KV cache group: "full", "latent", "window", "chunk" or "state"; two layers each.
 
-    All ranks of a stage hold the same bytes of a latent group, and each its own of the others.
+    The ranks of a stage hold so many `shards` of it between them, each its own if 0; of a latent group all the same.
     """
 
     kind: str
     block_tokens: int
     window: int = 0
+    shards: int = 0
 
 
 @dataclass
@@ -207,7 +208,7 @@ class SimEngine:
             padded = page if KV_TOKEN_BYTES * group.block_tokens != page else None
             common = {"block_size": group.block_tokens, "page_size_padded": padded, **attention}
             if group.kind == "full":
-                spec: Any = FullAttentionSpec(**common)
+                spec: Any = FullAttentionSpec(max_tp_shards=group.shards or None, **common)
             elif group.kind == "latent":
                 spec = MLAAttentionSpec(**{**common, "head_size": KV_TOKEN_BYTES // 2})
             elif group.kind == "window":
@@ -221,6 +222,7 @@ class SimEngine:
                     dtypes=(torch.float16, torch.float32),
                     page_size_padded=page,
                     mamba_cache_mode="align",
+                    tp_replicated=group.shards == 1,
                 )
             names = [f"g{i}.l{layer}" for layer in range(2)]
             specs.append(KVCacheGroupSpec(names, spec))
@@ -485,7 +487,9 @@ class SimEngine:
             start, end = starts[request_id], starts[request_id] + scheduled
             for g, group in enumerate(self.groups):
                 table = tables[request_id][g]
-                holder = rank // self._ranks_per_stage * self._ranks_per_stage if group.kind == "latent" else rank
+                shards = group.shards or (1 if group.kind == "latent" else self._ranks_per_stage)
+                alike = max(self._ranks_per_stage // shards, 1)
+                holder = rank // alike * alike
                 for layer in range(2):
                     pages = worker.pages[g, layer]
                     run = self._run_state if group.kind == "state" else self._run_attention

@@ -124,3 +124,45 @@ def test_reading_can_be_switched_off_by_a_request(hybrid: Path, stored: dict[str
     assert engine.outputs["no reading"] == SimEngine.expected(PROMPT, 4)
     assert "read_bytes" not in engine.counts
     engine.close()
+
+
+def test_two_that_wait_do_not_push_out_each_other(hybrid: Path, tmp_path: Path) -> None:
+    """Host memory holds what one of them needs: each gets it, or computes; neither waits for its deadline."""
+    prompts = [[(i * 7 + k) % VOCAB for i in range(165)] for k in (1, 2)]
+    backend = {"backend": {"url": tmp_path.as_uri()}}
+    first = SimEngine(MIXES["all"], hybrid, {**HOST, **backend})
+    for i, prompt in enumerate(prompts):
+        first.generate(f"cold {i}", prompt)
+    assert_at_rest(first)
+    first.close()
+    tight = {"host": {"blocks": 45_000, "snapshots": "1MiB"}, **backend, "promise_deadline": "1h"}
+    engine = SimEngine(MIXES["all"], hybrid, tight)
+    for i, prompt in enumerate(prompts):
+        engine.add(f"warm {i}", prompt)
+    engine.run()
+    for i, prompt in enumerate(prompts):
+        assert engine.outputs[f"warm {i}"] == SimEngine.expected(prompt, 4)
+    assert engine.counts["adopted_tokens"] >= 160
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_lease_ends_with_the_deadline(hybrid: Path, stored: dict[str, Any], gate: Event) -> None:
+    """A request that nobody asks about any more (no room in the engine) does not keep host memory for ever."""
+    engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "1h"})
+    side, now = engine.side, [0.0]
+    side._clock = lambda: now[0]
+    gate.set()
+    engine.add("one", PROMPT)
+    for _ in range(200):
+        engine.step()
+        if side.coordinator.blocks.pinned_slots:
+            break
+    assert side.coordinator.blocks.pinned_slots > 0
+    now[0] = 3601.0
+    side._expire_leases()
+    assert not side._lease_ends_s
+    engine.run()
+    assert engine.outputs["one"] == SimEngine.expected(PROMPT, 4)
+    assert_at_rest(engine)
+    engine.close()

@@ -46,6 +46,21 @@ def test_what_ranks_hold_alike_is_kept_once_for_each_stage(
     assert_at_rest(engine)
 
 
+def test_heads_that_ranks_share_are_kept_once_for_each_share(start: Start, tmp_path: Path) -> None:
+    """Two KV heads over four ranks, and states that all ranks have: the engine says so, and no row has to."""
+    groups = [Group("full", 8, shards=2), Group("state", 8, shards=1), Group("full", 8)]
+    engine = start(groups, {**disk(tmp_path), "retention": {"interval_tokens": None}}, ranks=4)
+    engine.generate("cold", PROMPT)
+    engine.run()
+    files = Counter(file.parents[1].name for file in tmp_path.rglob("*.kv"))
+    states = engine.counts["saved_states"]
+    assert files == {"r0": 2 * BLOCKS + states, "r1": BLOCKS, "r2": 2 * BLOCKS, "r3": BLOCKS}
+    assert served(engine) == 8 * BLOCKS
+    assert_at_rest(engine)
+    engine.close()
+    assert served(start(groups, disk(tmp_path), ranks=4), "after restart") == 8 * BLOCKS
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_memory_keeps_more_of_it(start: Start, ranks: int) -> None:
     def slots(groups: Sequence[Group]) -> int:

@@ -30,7 +30,8 @@ from ucmcache.config import (
 from ucmcache.errors import ConfigError
 
 EXAMPLE = """{"host": {"blocks": "2GiB", "snapshots": "1GiB"}, "backend": {"url": "file:///path", "capacity": "200GiB"},
- "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s"}"""
+ "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
+ "spec_modules": ["my_package.rows"]}"""
 
 START = "kv_connector_extra_config cannot be used: "
 SIZE = "a size with one of the units B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, or a whole number of bytes"
@@ -38,7 +39,8 @@ DURATION = "a positive duration with one of the units h, min, s, ms, or a positi
 NAMESPACE = "a name of 1 to 200 characters, none of them a control character"
 TOKENS = "a number of tokens from 1, or null to keep all"
 SETTINGS = (
-    "host.blocks, host.snapshots, backend.url, backend.capacity, retention.interval_tokens, namespace, promise_deadline"
+    "host.blocks, host.snapshots, backend.url, backend.capacity, retention.interval_tokens, namespace, "
+    "promise_deadline, spec_modules"
 )
 
 
@@ -62,6 +64,7 @@ def test_the_documented_example() -> None:
     assert settings.retention.interval_tokens == 8192
     assert settings.namespace == "tenant-a"
     assert settings.promise_deadline_s == 2.0
+    assert settings.spec_modules == ("my_package.rows",)
     assert settings.effective() == json.loads(EXAMPLE)
     assert config.__doc__ is not None
     assert "".join(EXAMPLE.split()) in "".join(config.__doc__.split())
@@ -81,6 +84,7 @@ def test_defaults() -> None:
         "retention": {"interval_tokens": 8192},
         "namespace": "default",
         "promise_deadline": "2s",
+        "spec_modules": [],
     }
 
 
@@ -208,6 +212,7 @@ SIZES = st.one_of(st.integers(0, 2**60), st.builds("{}GiB".format, st.integers(0
             "retention": st.fixed_dictionaries({}, optional={"interval_tokens": st.none() | st.integers(1)}),
             "namespace": st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=200),
             "promise_deadline": st.floats(min_value=1e-9, max_value=1e9),
+            "spec_modules": st.lists(st.from_regex(r"[a-z_]+(\.[a-z_]+)?", fullmatch=True), max_size=3),
         },
     )
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ucmcache.coordinator.binding import BoundRow, GroupFacts, bind
+from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.hit import Prompt, grid_tokens, resolve_hit
-from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, GroupFacts, Kind, SpecRow, bind
-from ucmcache.errors import UnsupportedModelError
-from ucmcache.store.arena import Presence
+from ucmcache.coordinator.spec import REFUSALS, SPEC_TABLE, AccessUnit, Kind, SpecRow, Tokens, register
+from ucmcache.errors import ConfigError, UnsupportedModelError
+from ucmcache.store.arena import ArenaPlan, Presence
+from ucmcache.store.block import BlockStore
+from ucmcache.store.snapshot import SnapshotStore
 
 # Classes of which vLLM makes no group of layers: bases, and the wrapper whose layers have classes of their own.
 NOT_OF_A_LAYER = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
-# Classes that no row covers yet, so that models with them are refused at start. Whoever adds a row removes a name.
-REFUSED = {
-    "CrossAttentionSpec",
-    "EncoderOnlyAttentionSpec",
-    "HiSparseHotSpec",
-    "HiSparseResidentSpec",
-    "HiddenStateCacheSpec",
-    "RSWASpec",
-    "SinkFullAttentionSpec",
-    "SlidingWindowMLASpec",
-}
 
 
 def spec_classes() -> dict[str, type[Any]]:
@@ -52,28 +47,205 @@ def facts(group: int, spec_class: str, block_tokens: int = 8, **options: Any) ->
 
 def test_every_spec_class_is_covered_or_refused() -> None:
     """A vLLM with a new class fails here, until somebody has decided what the class needs."""
-    names = set(spec_classes())
-    assert names == set(SPEC_TABLE) | REFUSED
-    assert not set(SPEC_TABLE) & REFUSED
+    assert set(spec_classes()) == set(SPEC_TABLE) | set(REFUSALS)
+    assert not set(SPEC_TABLE) & set(REFUSALS)
 
 
-def test_unknown_groups_are_refused_in_one_error_with_the_rows_to_add() -> None:
-    unknown = sorted(REFUSED)
-    groups = [facts(i, name, 16 + i) for i, name in enumerate([*SPEC_TABLE, *unknown])]
+def test_no_spec_class_of_vllm_is_elsewhere() -> None:
+    """By the text of all its files: a platform or a model may define one of its own."""
+    known = {*spec_classes(), *NOT_OF_A_LAYER}
+    root = Path(importlib.import_module("vllm").__path__[0])
+    found = set()
+    for file in root.rglob("*.py"):
+        for name, bases in re.findall(r"^class (\w+)\(([\w., ]+)\):", file.read_text(errors="replace"), re.MULTILINE):
+            if {base.strip().rpartition(".")[2] for base in bases.split(",")} & known:
+                found.add(name)
+    assert found == known - {"KVCacheSpec"}
+
+
+def test_what_cannot_be_kept_is_refused_in_one_error_with_the_reason_or_the_row_to_add() -> None:
+    names = [*SPEC_TABLE, *REFUSALS, "NewSpec"]
     with pytest.raises(UnsupportedModelError) as error:
-        bind(groups)
+        bind([facts(i, name, 16 + i) for i, name in enumerate(names)])
     first, *lines = str(error.value).splitlines()
     assert "ucmcache.coordinator.spec.SPEC_TABLE" in first
-    assert len(lines) == len(unknown)
-    for i, (line, name) in enumerate(zip(lines, unknown, strict=True), len(SPEC_TABLE)):
-        assert f"group {i} ({name}, {16 + i} tokens a block)" in line
-        assert f'SpecRow("{name}", Kind.' in line
+    assert len(lines) == len(REFUSALS) + 1
+    for i, (line, name) in enumerate(zip(lines, names[len(SPEC_TABLE) :], strict=True), len(SPEC_TABLE)):
+        assert f"group {i} ({name}" in line
+        if name in REFUSALS:
+            assert line.endswith(f"): {REFUSALS[name]}")
+            assert ";" in REFUSALS[name]  # the reason; what to do
+        else:
+            assert f', {16 + i} tokens a block); add: SpecRow("NewSpec", Kind.' in line
+
+
+@pytest.mark.parametrize("name", list(REFUSALS))
+def test_a_refused_class_is_refused_although_the_engine_does_not_keep_it(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        bind([facts(0, name, cacheable=False)])
 
 
 def test_the_row_that_the_error_names_is_the_remedy() -> None:
-    row = SpecRow("RSWASpec", Kind.CHAIN, "a test", reach=SPEC_TABLE["FullAttentionSpec"].reach)
-    [bound] = bind([facts(0, "RSWASpec")], {**SPEC_TABLE, "RSWASpec": row})
+    row = SpecRow("NewSpec", Kind.CHAIN, "a test", reach=SPEC_TABLE["FullAttentionSpec"].reach)
+    [bound] = bind([facts(0, "NewSpec")], {**SPEC_TABLE, "NewSpec": row})
     assert bound.spec is row
+
+
+def test_a_group_in_a_host_pool_of_the_engine_is_refused() -> None:
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    spec = attention("MLAAttentionSpec")
+    bind([group_facts(0, group_of(spec))])
+    with pytest.raises(UnsupportedModelError, match="HiSparse"):
+        bind([group_facts(0, group_of(spec, host_resident=True))])
+
+
+# -- rows that are wrong ----------------------------------------------------------------------------------------------
+
+
+def whole(p: Tokens, figures: Mapping[str, int]) -> Tokens:
+    return np.zeros_like(p)
+
+
+def row_with(**changes: Any) -> SpecRow:
+    return SpecRow(**{"spec_class": "NewSpec", "kind": Kind.CHAIN, "why": "a test", "reach": whole, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spec_class": "New Spec"}, "name of a class"),
+        ({"why": " "}, "why must say"),
+        ({"reach": None}, "a CHAIN row needs reach"),
+        ({"kind": Kind.SNAPSHOT}, "only a CHAIN row has reach"),
+        ({"kind": Kind.NONE}, "only a CHAIN row has reach"),
+        ({"kind": Kind.SNAPSHOT, "reach": None, "figures": ("window",)}, "figures are what reach reads"),
+        ({"access_unit": AccessUnit.WINDOW}, "needs the figures of its window"),
+        ({"kind": Kind.SNAPSHOT, "reach": None, "access_unit": AccessUnit.FOLLOWER, "source": "X"}, "moves a ROW"),
+        ({"kind": Kind.NONE, "reach": None, "access_unit": AccessUnit.FOLLOWER}, "names its source"),
+        ({"source": "FullAttentionSpec"}, "only a FOLLOWER has a source"),
+        ({"access_unit": AccessUnit.FOLLOWER, "source": "FullAttentionSpec"}, "its kind is NONE"),
+        (
+            {"kind": Kind.NONE, "reach": None, "access_unit": AccessUnit.FOLLOWER, "source": "NewSpec"},
+            "its own source",
+        ),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the row for '{changes.get('spec_class', 'NewSpec')}'.*{message}"):
+        row_with(**changes)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, SpecRow]:
+    """The table, as it was again afterwards."""
+    for name in list(SPEC_TABLE):
+        monkeypatch.setitem(SPEC_TABLE, name, SPEC_TABLE[name])
+    before = dict(SPEC_TABLE)
+    monkeypatch.setattr("ucmcache.coordinator.spec.SPEC_TABLE", before)
+    monkeypatch.setattr("ucmcache.coordinator.spec._loaded", set())
+    return before
+
+
+def test_a_registered_row_covers_its_class(table: dict[str, SpecRow]) -> None:
+    row = row_with()
+    register(row)
+    register(row_with())  # the same again: a module may be imported twice
+    assert table["NewSpec"] == row
+    assert bind([facts(0, "NewSpec")], table)[0].spec == row
+
+
+def test_what_is_not_registered(table: dict[str, SpecRow]) -> None:
+    register(row_with())
+    with pytest.raises(ConfigError, match="there is a row for NewSpec already"):
+        register(row_with(why="another"))
+    with pytest.raises(ConfigError, match="there is a row for MambaSpec already"):
+        register(row_with(spec_class="MambaSpec"))
+    with pytest.raises(ConfigError, match="a row for RSWASpec is not accepted: what a token attends to"):
+        register(row_with(spec_class="RSWASpec"))
+    follower = {"kind": Kind.NONE, "reach": None, "access_unit": AccessUnit.FOLLOWER}
+    with pytest.raises(ConfigError, match="follows NowhereSpec, of which there is no row"):
+        register(row_with(spec_class="SharingSpec", source="NowhereSpec", **follower))
+    register(row_with(spec_class="SharingSpec", source="NewSpec", **follower))
+    assert [row.spec.votes for row in bind([facts(0, "NewSpec"), facts(1, "SharingSpec")], table)] == [True, False]
+    with pytest.raises(UnsupportedModelError, match="follows NewSpec, of which this model has no group"):
+        bind([facts(0, "FullAttentionSpec"), facts(1, "SharingSpec")], table)
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        lambda p, figures: p + 1,  # behind the position
+        lambda p, figures: p - 9,  # before the first token
+        lambda p, figures: np.where(p > 64, 0, p),  # back again
+        lambda p, figures: np.zeros(1, np.int64),  # one for all
+    ],
+)
+def test_a_reach_that_cannot_be_is_refused_when_bound(reach: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"group 0 \(NewSpec\): its row's reach gives .*correct reach"):
+        bind([facts(0, "NewSpec")], {"NewSpec": row_with(reach=reach)})
+
+
+def test_a_figure_that_the_spec_lacks_is_refused_when_bound() -> None:
+    with pytest.raises(UnsupportedModelError, match="its row reads span, which the spec does not have"):
+        bind([facts(0, "NewSpec")], {"NewSpec": row_with(figures=("span", "sliding_window"))})
+
+
+# -- what ranks hold --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "alike"),
+    [
+        ("FullAttentionSpec", {}, 1),
+        ("FullAttentionSpec", {"tp_shards": 2}, 2),  # two KV heads over four ranks
+        ("FullAttentionSpec", {"tp_shards": 3}, 1),  # does not divide
+        ("FullAttentionSpec", {"tp_shards": 8}, 1),
+        ("MLAAttentionSpec", {}, 4),
+        ("MLAAttentionSpec", {"tp_shards": 1}, 4),
+        ("MLAAttentionSpec", {"tp_shards": 4}, 1),  # the engine knows better
+        ("MLAAttentionSpec", {"others": frozenset({"FullAttentionSpec"})}, 1),
+        ("MLAAttentionSpec", {"others": frozenset({"SlidingWindowMLASpec"})}, 4),
+        ("MambaSpec", {}, 1),
+        ("MambaSpec", {"tp_shards": 1}, 4),
+    ],
+)
+def test_how_many_ranks_hold_the_same(name: str, options: dict[str, Any], alike: int) -> None:
+    [row] = bind([facts(0, name, **options)])
+    assert row.ranks_alike(4) == alike
+    assert row.ranks_alike(1) == 1
+
+
+def test_what_a_real_group_says_of_its_ranks() -> None:
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    shards = [attention("FullAttentionSpec", max_tp_shards=n) for n in (1, 2)]
+    assert group_facts(0, group_of(shards[0])).tp_shards == 1
+    assert group_facts(0, group_of(*shards)).tp_shards == 2
+    assert group_facts(0, group_of(shards[0], attention("FullAttentionSpec"))).tp_shards is None
+    mixed = group_facts(0, group_of(attention("MLAAttentionSpec"), attention("FullAttentionSpec")))
+    assert mixed.others == {"FullAttentionSpec"}
+
+
+def test_the_table_is_shown_at_start() -> None:
+    rows = bind([facts(0, "FullAttentionSpec", 16), facts(1, "MLAAttentionSpec"), facts(2, "MambaSpec", 16)])
+    rows += bind([facts(3, "CircularBufferSpec", 5)])
+    seeds = {row.group: row.seed for row in rows}
+    blocks = BlockStore([ArenaPlan(1000, 60, (0,)), ArenaPlan(300, 90, (1,))], seeds, b"n" * 16)
+    states = SnapshotStore([ArenaPlan(70_000, 12, (2,))], seeds, b"n" * 16)
+    shown = Coordinator(rows, blocks, states, None).describe().splitlines()
+    assert [line.split()[:4] for line in shown[1:5]] == [
+        ["0", "FullAttentionSpec", "chain", "yes"],
+        ["1", "MLAAttentionSpec", "chain", "yes"],
+        ["2", "MambaSpec", "snapshot", "yes"],
+        ["3", "CircularBufferSpec", "none", "no"],
+    ]
+    assert [line.split()[-1] for line in shown[1:4]] == ["intersection", "union", "intersection"]
+    assert shown[5] == "a token takes 100 bytes over all groups; 720 fit into host memory"  # 90 blocks of 8 tokens
+    assert shown[6] == "a state takes 70,000 bytes over all groups; 12 fit into host memory"
+    assert shown[7] == "resume positions are multiples of 16 tokens"
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:
@@ -141,7 +313,7 @@ def resume_tokens(rows: Sequence[BoundRow], held: set[int], num_tokens: int = 10
 
 @pytest.mark.parametrize(
     "silent",
-    [facts(1, "CircularBufferSpec", 5), facts(1, "HiSparseHotSpec", 2304, cacheable=False)],
+    [facts(1, "CircularBufferSpec", 5), facts(1, "NewSpec", 2304, cacheable=False)],
     ids=["a row of kind NONE", "not cacheable, whatever its class"],
 )
 def test_what_is_not_kept_has_no_vote(silent: GroupFacts) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from ucmcache.config import Config
 from ucmcache.connector.identity import namespace_of
-from ucmcache.connector.layout import group_facts, layer_specs
+from ucmcache.connector.layout import group_facts
 from ucmcache.connector.messages import Setup, WorkerFacts
 from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.scheduler import SchedulerSide
+from ucmcache.coordinator.binding import BoundRow, bind
 from ucmcache.coordinator.coordinator import Coordinator
-from ucmcache.coordinator.spec import SPEC_TABLE, BoundRow, Kind, RankRule, bind
+from ucmcache.coordinator.spec import Kind
 from ucmcache.errors import ContractError
 from ucmcache.keys import Namespace, group_tag, split_id
 from ucmcache.store.arena import plan_arenas
@@ -52,12 +53,7 @@ def build_scheduler_side(
     ranks = worker_ranks(vllm_config)
     if len(workers) != ranks.count:
         raise ContractError(f"{len(workers)} workers told of their KV caches, of an engine with {ranks.count} ranks")
-    alike = {
-        row.group
-        for row in rows
-        if row.spec.rank_rule is RankRule.UNION and _all_alike(kv_cache_config.kv_cache_groups[row.group])
-    }
-    spread = {row.group: _spread(row, workers, ranks) if row.group in alike else 1 for row in rows}
+    spread = {row.group: _spread(row, workers, ranks) for row in rows}
     setup = _setup(config, rows, workers, ranks, spread, namespace)
     blocks = BlockStore(setup.block_arenas, setup.seeds, namespace.digest)
     states = SnapshotStore(setup.state_arenas, setup.seeds, namespace.digest)
@@ -67,7 +63,7 @@ def build_scheduler_side(
         backend.close()
     coordinator = Coordinator(rows, blocks, states, config.retention.interval_tokens)
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
-    logger.info("ucmcache: namespace %s; %s", namespace.digest.hex(), coordinator.describe())
+    logger.info("ucmcache: namespace %s\n%s", namespace.digest.hex(), coordinator.describe())
     _warn(vllm_config, namespace, rows)
     return SchedulerSide(
         config,
@@ -112,34 +108,27 @@ def _hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.block_size)
 
 
-def _all_alike(group: Any) -> bool:
-    """Whether every layer of a group is of a class that all ranks hold alike: a group may mix classes of one size."""
-    found = [
-        SPEC_TABLE.get(type(spec).__name__) for spec in layer_specs(group.kv_cache_spec, group.layer_names).values()
-    ]
-    return all(row is not None and row.rank_rule is RankRule.UNION for row in found)
-
-
 def _spread(row: BoundRow, workers: Sequence[WorkerFacts], ranks: Ranks) -> int:
-    """How many ranks share the slots of a row's units: all of a stage, where they hold equal bytes within reach."""
-    if ranks.per_stage == 1:
+    """How many ranks share the slots of a row's units: those that hold the same bytes, where all can reach them."""
+    spread = row.ranks_alike(ranks.per_stage)
+    if spread == 1:
         return 1
-    for first in range(0, ranks.count, ranks.per_stage):
-        stage = [workers[rank] for rank in ranks.stage(first)]
-        if any(worker.groups[row.group] != stage[0].groups[row.group] for worker in stage):
+    for first in range(0, ranks.count, spread):
+        alike = [workers[rank] for rank in ranks.alike(spread, first)]
+        if any(worker.groups[row.group] != alike[0].groups[row.group] for worker in alike):
             return 1
         try:
-            for worker in stage:
+            for worker in alike:
                 map_shared(worker.memory[row.kind.value]).close()
         except OSError as error:
             logger.warning(
                 "ucmcache: the ranks hold %s alike, but cannot share one copy of it in host memory (%s), so each keeps "
-                "its own; let all ranks of a stage run on one machine and in one process namespace",
+                "its own; let all of them run on one machine and in one process namespace",
                 row.name,
                 error,
             )
             return 1
-    return ranks.per_stage
+    return spread
 
 
 def _index_backend(

@@ -25,6 +25,7 @@ from ucmcache.connector.messages import StepPlan, WorkerFacts, WorkerReport
 from ucmcache.connector.metrics import UcmCachePromMetrics, UcmCacheStats
 from ucmcache.connector.scheduler import SchedulerSide
 from ucmcache.connector.worker import WorkerSide
+from ucmcache.coordinator.spec import load_rows
 
 
 class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -39,6 +40,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config or {})
+        load_rows(self._config.spec_modules)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._pool: Any = None

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ucmcache.coordinator.spec import SPEC_TABLE, GroupFacts
+from ucmcache.coordinator.binding import GroupFacts
+from ucmcache.coordinator.spec import HOST_POOL, SPEC_TABLE
 from ucmcache.errors import UnsupportedModelError
 
 
@@ -64,7 +65,9 @@ def layer_specs(spec: Any, layer_names: Sequence[str]) -> dict[str, Any]:
 def group_facts(group_id: int, group: Any, content: str = "") -> GroupFacts:
     """What the spec table needs to know of one of vLLM's `KVCacheGroupSpec`s."""
     spec = group.kv_cache_spec
-    first = next(iter(layer_specs(spec, group.layer_names).values()), spec)
+    layers = list(layer_specs(spec, group.layer_names).values()) or [spec]
+    first = layers[0]
+    shards = [1 if getattr(one, "tp_replicated", False) else getattr(one, "max_tp_shards", None) or 0 for one in layers]
     return GroupFacts(
         group=group_id,
         spec_class=type(first).__name__,
@@ -73,6 +76,9 @@ def group_facts(group_id: int, group: Any, content: str = "") -> GroupFacts:
         content=content,
         cacheable=bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True)),
         draft=bool(getattr(group, "is_eagle_group", False)),
+        others=frozenset(type(one).__name__ for one in layers) - {type(first).__name__},
+        tp_shards=max(shards) if all(shards) else None,
+        refusal=HOST_POOL if getattr(group, "host_resident", False) else "",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ucmcache.coordinator.coordinator import Claims
 from ucmcache.coordinator.hit import Hit
 from ucmcache.coordinator.retention import Trigger
+from ucmcache.keys import UnitKey
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Tracked:
     seen_tokens: int = 0  # where the last step ended
     due_tokens: int = 0  # a step that ends before this position fills no block
     unnamed: list[Unnamed] = field(default_factory=list)
+    lease: dict[UnitKey, int] = field(default_factory=dict)  # units, by slot, that stay while it waits for others
     claims: Claims = field(default_factory=dict)  # blocks that are kept for its sake until it ends
 
     def passes(self, scheduled: int) -> bool:

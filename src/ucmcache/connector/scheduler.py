@@ -61,6 +61,7 @@ class SchedulerSide:
         self._jobs = Ledger(clock)
         self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
+        self._lease_ends_s: dict[str, float] = {}  # by request
         self._evicted_seen = 0
         self.counters = Counters()
         self._saving = SavePlanner(
@@ -93,6 +94,7 @@ class SchedulerSide:
         if tracked := self._requests.pop(request_id, None):
             self._lose(tracked, "aborted")
             self._coordinator.settle(tracked.claims)
+            self._end_lease(tracked)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
@@ -136,8 +138,13 @@ class SchedulerSide:
             return
         resume = tracked.local_tokens + external_tokens
         self._count_admission(tracked, resume)
-        if external_tokens == 0:
-            return
+        if external_tokens:
+            self._plan_load(tracked, block_ids, resume, external_tokens)
+        self._end_lease(tracked)
+
+    def _plan_load(
+        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], resume: int, external_tokens: int
+    ) -> None:
         tracked.open_tokens = external_tokens
         slots: list[tuple[UnitKey, int]] = []
         copies: list[UnitCopy] = []
@@ -158,10 +165,10 @@ class SchedulerSide:
             slots,
             (Phase.LOADED,),
             self._ranks.holders(1, 0),
-            request_id=request.request_id,
+            request_id=tracked.request.request_id,
             tokens=external_tokens,
         )
-        self._loads.append(LoadJob(job, request.request_id, tuple(copies), broken))
+        self._loads.append(LoadJob(job, tracked.request.request_id, tuple(copies), broken))
         self.counters.add("promised_tokens", external_tokens)
 
     def _count_admission(self, tracked: Tracked, resume_tokens: int) -> None:
@@ -200,6 +207,7 @@ class SchedulerSide:
         plan.loads, self._loads = self._loads, []
         for failed in self._jobs.take_overs():
             self._saving.plan_again(plan, failed)
+        self._expire_leases()
         for request_id in list(self._wanted):
             self._plan_stages(plan, request_id, self._wanted.pop(request_id))
         state = getattr(output, "kv_connector_block_state", None)
@@ -223,6 +231,7 @@ class SchedulerSide:
         # States first: their blocks are needed from then on, and do not push each other out.
         for key, _ in sorted(units, key=lambda placed: not isinstance(placed.key, SnapshotKey)):
             store = self._coordinator.store_of(key)
+            self._lease(request_id, key)
             if store.presence(key.group, [key.prefix])[0] != Presence.STORED:
                 continue
             slots = store.reserve([key])
@@ -241,6 +250,31 @@ class SchedulerSide:
                     # Why it was kept is not known any more; that somebody wants it is.
                     self._coordinator.keep(self._prompt(tracked, 0), key.depth_tokens, Trigger.PROMPT_END)
             plan.stages.append(StageJob(job, key, slots[0], self._ranks.doing(holders)))
+
+    def _lease(self, request_id: str, key: UnitKey) -> None:
+        """Keep a unit that a request waits with, until it is admitted or its patience ends.
+
+        Else two requests that wait for the backend could push out each other's units for ever.
+        """
+        tracked = self._requests.get(request_id)
+        store = self._coordinator.store_of(key)
+        slot = store.slot(key)
+        if tracked is None or slot is None or key in tracked.lease:
+            return
+        store.pin(key.group, slot)
+        tracked.lease[key] = slot
+        self._lease_ends_s.setdefault(request_id, self._clock() + self._config.promise_deadline_s)
+
+    def _end_lease(self, tracked: Tracked) -> None:
+        self._lease_ends_s.pop(tracked.request.request_id, None)
+        for key, slot in tracked.lease.items():
+            self._coordinator.store_of(key).unpin(key.group, slot)
+        tracked.lease.clear()
+
+    def _expire_leases(self) -> None:
+        now = self._clock()
+        for request_id in [name for name, end_s in self._lease_ends_s.items() if end_s <= now]:
+            self._end_lease(self._requests[request_id])
 
     def _keeps(self, tracked: Tracked) -> bool:
         return not tracked.bypass and tracked.epoch == self._jobs.epoch
@@ -287,6 +321,7 @@ class SchedulerSide:
             else:
                 store.commit(key.group, slot)
                 store.touch(key.group, slot)
+                self._lease(job.request_id, key)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -304,6 +339,7 @@ class SchedulerSide:
         self._wanted.clear()
         for tracked in self._requests.values():
             tracked.claims.clear()
+            self._end_lease(tracked)
         fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
         namespace = Namespace(fields).digest
         self._setup = replace(self._setup, namespace=namespace, fields=fields)

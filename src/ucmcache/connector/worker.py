@@ -35,11 +35,11 @@ from ucmcache.connector.metrics import Counters
 from ucmcache.connector.pool import DaemonPool
 from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Ticket, Transfer
-from ucmcache.coordinator.spec import Kind, RankRule, bind
+from ucmcache.coordinator.binding import bind
+from ucmcache.coordinator.spec import Kind
 from ucmcache.errors import BackendError, ConfigError, ContractError, RecordError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
-from ucmcache.store.arena import ArenaPlan
 from ucmcache.store.backend import Backend, Bucket, open_backend
 from ucmcache.store.memory import MemoryHandle, SlotMemory, map_shared, take_memory, take_shared_memory
 
@@ -123,9 +123,9 @@ class WorkerSide:
         rows = bind(facts)
         host = self._config.host.of_one_rank(self._ranks.count)
         for kind, nbytes in ((Kind.CHAIN, host.blocks_bytes), (Kind.SNAPSHOT, host.snapshots_bytes)):
-            rules = {row.spec.rank_rule for row in rows if row.kind is kind}
-            if rules:
-                self._memory[kind] = self._take(kind, nbytes, RankRule.UNION in rules and self._ranks.per_stage > 1)
+            alike = [row.ranks_alike(self._ranks.per_stage) for row in rows if row.kind is kind]
+            if alike:
+                self._memory[kind] = self._take(kind, nbytes, max(alike) > 1)
         self._facts = WorkerFacts(groups, self._handles)
 
     @property
@@ -173,12 +173,14 @@ class WorkerSide:
 
     def _make_arenas(self, setup: Setup) -> None:
         for kind, plans in ((Kind.CHAIN, setup.block_arenas), (Kind.SNAPSHOT, setup.state_arenas)):
-            memories = self._memories(kind, plans, setup)
+            mapped = {self._rank: self._memory[kind]} if plans else {}
             at = 0
             for plan in plans:
                 end = at + plan.rows * plan.slot_bytes
-                mine = memories if plan.spread > 1 else [self._memory[kind]]
-                slots = SlotMemory(plan, *(memory[at:end].numpy() for memory in mine))
+                memories = [
+                    self._mapped(mapped, kind, rank, setup) for rank in self._ranks.alike(plan.spread, self._rank)
+                ]
+                slots = SlotMemory(plan, *(memory[at:end].numpy() for memory in memories))
                 self._slots.update(dict.fromkeys(plan.groups, slots))
                 self._spread.update(dict.fromkeys(plan.groups, plan.spread))
                 at = end
@@ -187,16 +189,12 @@ class WorkerSide:
         else:
             self._transfer = HostTransfer(self._storages, self._units, self._slots)
 
-    def _memories(self, kind: Kind, plans: Sequence[ArenaPlan], setup: Setup) -> list[torch.Tensor]:
-        """The memory of all ranks that share slots with this one, in their order."""
-        if all(plan.spread == 1 for plan in plans):
-            return []
-        return [
-            self._memory[kind]
-            if rank == self._rank
-            else self._pinned(torch.frombuffer(map_shared(setup.memory[rank][kind.value]), dtype=torch.uint8))
-            for rank in self._ranks.stage(self._rank)
-        ]
+    def _mapped(self, mapped: dict[int, torch.Tensor], kind: Kind, rank: int, setup: Setup) -> torch.Tensor:
+        """The memory of a rank that shares slots with this one."""
+        if rank not in mapped:
+            memory = map_shared(setup.memory[rank][kind.value])
+            mapped[rank] = self._pinned(torch.frombuffer(memory, dtype=torch.uint8))
+        return mapped[rank]
 
     def _describe(self, setup: Setup) -> None:
         # Only for people and for warnings at a later start; bytes do not depend on it.

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
 from ucmcache.coordinator.lineage import Lineage
 from ucmcache.coordinator.pressure import Pressure
 from ucmcache.coordinator.retention import Retention, Trigger
-from ucmcache.coordinator.spec import BoundRow, Kind
+from ucmcache.coordinator.spec import Kind
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
 from ucmcache.store.block import BlockStore
@@ -57,7 +58,8 @@ class Coordinator:
     def __init__(
         self, rows: Sequence[BoundRow], blocks: BlockStore, states: SnapshotStore, interval_tokens: int | None
     ) -> None:
-        self.rows = tuple(row for row in rows if row.kind is not Kind.NONE)
+        self.all_rows = tuple(rows)
+        self.rows = tuple(row for row in rows if row.spec.votes)
         self.blocks = blocks
         self.states = states
         self.directory = CheckpointDirectory(self.rows, states)
@@ -267,13 +269,25 @@ class Coordinator:
         return SnapshotKey(row.group, prompt.prefix(position_tokens), position_tokens, prompt.prefix(parent))
 
     def describe(self) -> str:
-        """The bound table, for the log at start."""
-        lines = [f"resume positions are multiples of {self.grid_tokens} tokens"]
-        for row in self.rows:
-            store = self.states if row.kind is Kind.SNAPSHOT else self.blocks
-            arena = next(arena for arena in store.arenas if row.group in arena.plan.groups)
-            lines.append(
-                f"  group {row.group}: {row.spec.spec_class} as {row.kind.value}, {row.block_tokens} tokens a block, "
-                f"{arena.plan.slot_bytes:,} bytes a unit, {arena.plan.slots:,} slots for groups {arena.plan.groups}"
-            )
-        return "\n".join(lines)
+        """The bound table, for the log at start; then what a token and a state take, and how many of each fit."""
+        heads = ("group", "class", "kind", "votes", "block tokens", "unit bytes", "access unit", "keeps", "rank rule")
+        table = [heads, *(self._described(row) for row in self.all_rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        for kind, store, what in ((Kind.CHAIN, self.blocks, "token"), (Kind.SNAPSHOT, self.states, "state")):
+            each = {row.group: row.block_tokens if kind is Kind.CHAIN else 1 for row in self.rows if row.kind is kind}
+            if each:
+                size = sum(self._unit_bytes(row) / each[row.group] for row in self.rows if row.group in each)
+                fit = min(
+                    arena.plan.slots / sum(1 / each[group] for group in arena.plan.groups) for arena in store.arenas
+                )
+                lines.append(f"a {what} takes {size:,.0f} bytes over all groups; {int(fit):,} fit into host memory")
+        return "\n".join([*lines, f"resume positions are multiples of {self.grid_tokens:,} tokens"])
+
+    def _described(self, row: BoundRow) -> tuple[str, ...]:
+        spec, votes = row.spec, "yes" if row.spec.votes else "no"
+        start = (str(row.group), spec.spec_class, row.kind.value, votes)
+        if not spec.votes:
+            return (*start, "", "", spec.access_unit.value, spec.retention.value, "")
+        sizes = (f"{row.block_tokens:,}", f"{self._unit_bytes(row):,}")
+        return (*start, *sizes, spec.access_unit.value, spec.retention.value, row.rank_rule.value)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.hit import PresenceOf, Prompt
-from ucmcache.coordinator.spec import BoundRow, Kind
+from ucmcache.coordinator.spec import Kind
 from ucmcache.store.arena import Presence
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ucmcache.coordinator.spec import BoundRow, Kind, Tokens
+from ucmcache.coordinator.binding import BoundRow
+from ucmcache.coordinator.spec import Kind, Tokens
 from ucmcache.store.arena import Presence
 
 Codes = NDArray[np.uint8]

@@ -1,0 +1,119 @@
+"""docs/integrators.md, step by step: its code blocks are what is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrators.md").read_text()
+
+
+def block(start: str) -> str:
+    """The code block of the page that begins with this line."""
+    found = [text for text in re.findall(r"```\w+\n(.*?)```", PAGE, re.DOTALL) if text.startswith(start)]
+    assert len(found) == 1
+    return str(found[0])
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with the page's package and its check."""
+    (tmp_path / "strided_model").mkdir()
+    (tmp_path / "strided_model" / "__init__.py").touch()
+    (tmp_path / "strided_model" / "rows.py").write_text(block("# strided_model/rows.py"))
+    (tmp_path / "check_rows.py").write_text(block("# check_rows.py"))
+    return tmp_path
+
+
+def install(package: Path, entry_point: str) -> None:
+    """What an installer leaves of the page's entry point."""
+    section, line = block("# pyproject.toml").splitlines()[1:3]
+    assert section == '[project.entry-points."ucmcache.spec_rows"]'
+    name, value = line.replace('"', "").split(" = ")
+    folder = package / "strided_model-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: strided_model\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[ucmcache.spec_rows]\n{name} = {entry_point or value}\n")
+
+
+def run(package: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, '.')\n{code}"],
+        cwd=package,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_check_prints_what_the_page_says(package: Path) -> None:
+    said = re.search(r"It prints `([^`]+)`", PAGE)
+    assert said is not None
+    done = run(package, (package / "check_rows.py").read_text())
+    assert (done.stdout.strip(), done.returncode) == (said[1], 0), done.stderr
+
+
+@pytest.mark.parametrize("entry_point", ["", "strided_model.later:rows"], ids=["a module", "a function"])
+def test_an_entry_point_is_enough(package: Path, entry_point: str) -> None:
+    install(package, entry_point)
+    (package / "strided_model" / "later.py").write_text("def rows():\n    import strided_model.rows\n")
+    code = (package / "check_rows.py").read_text().replace('load_rows(["strided_model.rows"])', "load_rows([])")
+    done = run(package, code)
+    assert done.stdout.strip() == "chain [0, 64, 832]", done.stderr
+
+
+def test_without_either_the_engine_is_refused_as_the_page_says(package: Path) -> None:
+    code = (package / "check_rows.py").read_text().replace('load_rows(["strided_model.rows"])', "load_rows([])")
+    last = run(package, code).stderr.strip().splitlines()[-2:]
+    shown = block("ucmcache's spec table").splitlines()
+    assert last[0].endswith(shown[0])
+    assert last[1].startswith(shown[1].removesuffix(" ...)").rstrip(","))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", 'spec_modules names "strided_model.rows", which cannot be imported (ModuleNotFoundError'),
+        ("1 / 0", "cannot be imported (ZeroDivisionError"),
+        (
+            "from ucmcache.coordinator.spec import Kind, SpecRow, register\n"
+            "register(SpecRow('MambaSpec', Kind.NONE, 'mine is better'))",
+            "registers a row that is not accepted: there is a row for MambaSpec already",
+        ),
+    ],
+    ids=["missing", "broken", "a duplicate"],
+)
+def test_rows_that_cannot_be_had_are_named(package: Path, rows: str, message: str) -> None:
+    file = package / "strided_model" / "rows.py"
+    file.write_text(rows) if rows else file.unlink()
+    code = "from ucmcache.coordinator.spec import load_rows\nload_rows(['strided_model.rows'])"
+    done = run(package, code)
+    assert done.returncode != 0
+    assert f"ConfigError: {'' if rows else message}" in done.stderr
+    assert message in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_engine_with_the_row_resumes(package: Path, tmp_path: Path) -> None:
+    """Both roles of the connector load the modules that the configuration names."""
+    code = """
+import logging
+logging.disable(logging.INFO)
+from pathlib import Path
+sys.path.insert(0, ROOT)
+from tests.sim.engine import Group, SimEngine, config_folder
+from ucmcache.coordinator.spec import SPEC_TABLE
+assert "StridedWindowSpec" not in SPEC_TABLE
+engine = SimEngine([Group("full", 8)], config_folder("llama", Path("models")), {"spec_modules": ["strided_model.rows"]})
+assert "StridedWindowSpec" in SPEC_TABLE
+prompt = list(range(40))
+for _ in range(2):
+    assert engine.generate(f"r{_}", prompt) == SimEngine.expected(prompt, 4)
+    engine.reset_local()
+print("adopted", engine.counts["adopted_tokens"])
+"""
+    done = run(package, f"ROOT = {str(Path(__file__).parents[2])!r}\n{code}")
+    assert done.stdout.strip().splitlines()[-1] == "adopted 32", done.stderr[-2000:]
