@@ -325,7 +325,20 @@ class SimEngine:
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
-        raise AssertionError(f"still busy after {max_steps} steps")
+        raise AssertionError(f"still busy after {max_steps} steps: {self._what_is_busy()}")
+
+    def _what_is_busy(self) -> str:
+        side, now = self.side, self.side._clock()
+        waiting = [
+            f"{name} ({one.request.status.name}, {one.request.num_computed_tokens} of {one.request.num_tokens} tokens, "
+            f"staging {one.staging}, asks since {now - (one.asked_s or now):.3f} s, impatient {one.impatient}, "
+            f"failed {one.failed}, hit {one.hit})"
+            for name, one in side._requests.items()
+        ]
+        jobs = [f"{number}: {job.waiting} for {job.request_id!r}" for number, job in side._jobs._jobs.items()]
+        workers = [worker.connector._worker for worker in self.ranks]
+        held = [(len(one._io), len(one._running), len(one._results)) for one in workers]
+        return f"requests {waiting}, jobs {jobs}, I/O, copies and results of the ranks {held}"
 
     def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
         """Run one request to its end; returns its output."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ucmcache.coordinator.binding import GroupFacts
-from ucmcache.coordinator.spec import HOST_POOL, SPEC_TABLE
+from ucmcache.coordinator.spec import HOST_POOL, REFUSALS, SPEC_TABLE
 from ucmcache.errors import UnsupportedModelError
 
 
@@ -143,14 +143,22 @@ def content_text(group: Any, unit: UnitMap) -> str:
     return "\n".join([*lines, ",".join(str(region.nbytes) for region in unit.regions)])
 
 
+def _tokens_per_state(spec: Any) -> int:
+    try:
+        return max(int(spec.tokens_per_state), 1)  # less is several states a token, or one in all
+    except (AttributeError, NotImplementedError):  # as in vLLM's base class
+        return 1
+
+
 def _check_layers(specs: Mapping[str, Any]) -> None:
     classes = sorted({type(spec).__name__ for spec in specs.values()})
     unknown = [name for name in classes if name not in SPEC_TABLE]
     if len(classes) > 1 and unknown:
+        reasons = "".join(f"; {name}: {REFUSALS[name]}" for name in unknown if name in REFUSALS)
         raise UnsupportedModelError(
             f"the layers {', '.join(specs)} share one KV cache group, and no row of ucmcache's spec table "
             f"(ucmcache.coordinator.spec.SPEC_TABLE) covers {', '.join(unknown)} among their classes "
-            f"{', '.join(classes)}"
+            f"{', '.join(classes)}{reasons}"
         )
     acausal = [name for name, spec in specs.items() if getattr(spec, "non_causal", False)]
     if acausal:
@@ -158,3 +166,17 @@ def _check_layers(specs: Mapping[str, Any]) -> None:
             f"the layers {', '.join(acausal)} attend to later tokens (non_causal), so a prefix does not determine "
             "their KV, and ucmcache cannot keep it"
         )
+    cut = [name for name, spec in specs.items() if spec.block_size % _tokens_per_state(spec)]
+    if cut:
+        raise UnsupportedModelError(
+            f"a block of the layers {', '.join(cut)} ends within a group of tokens that is compressed into one state "
+            f"(block_size {specs[cut[0]].block_size}, tokens_per_state {specs[cut[0]].tokens_per_state}), so it is not "
+            "final when it is full; choose a --block-size that is a multiple of tokens_per_state"
+        )
+    for figure in sorted({figure for name in classes if name in SPEC_TABLE for figure in SPEC_TABLE[name].figures}):
+        values = {name: getattr(spec, figure, None) for name, spec in specs.items()}
+        if len(set(values.values())) > 1:
+            raise UnsupportedModelError(
+                f"layers of one KV cache group differ in {figure} ({values}), and a group is kept as one; serve the "
+                "model without ucmcache"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import xxhash
@@ -90,6 +91,8 @@ def _problem(facts: GroupFacts, groups: Sequence[GroupFacts], table: Mapping[str
     reason = facts.refusal or REFUSALS.get(facts.spec_class, "")
     if reason:
         return f"): {reason}"
+    for name in sorted(facts.others & REFUSALS.keys()):
+        return f", with layers of {name}): {REFUSALS[name]}"
     row = table.get(facts.spec_class)
     if not facts.cacheable:
         return ""
@@ -98,25 +101,46 @@ def _problem(facts: GroupFacts, groups: Sequence[GroupFacts], table: Mapping[str
             f", {facts.block_tokens} tokens a block); add: "
             f'SpecRow("{facts.spec_class}", Kind.<CHAIN, SNAPSHOT or NONE>, "<why>", reach=<...>)'
         )
-    missing = [name for name in row.figures if not hasattr(facts.spec, name)]
-    if missing:
-        return f"): its row reads {', '.join(missing)}, which the spec does not have; correct the row's figures"
+    unlike = [name for name in sorted(facts.others) if name not in table or not _kept_alike(table[name], row)]
+    if unlike:
+        return (
+            f", with layers of {', '.join(unlike)}): a group is kept as one, and there is no row for these that keeps them "
+            f"as that for {facts.spec_class} does (kind, figures, reach); register one, or serve the model without ucmcache"
+        )
+    shown = {name: getattr(facts.spec, name, "nothing of that name") for name in row.figures}
+    wrong = {name: value for name, value in shown.items() if not (value is None or isinstance(value, Integral))}
+    if wrong:
+        said = ", ".join(f"{name} (the spec has {value!r})" for name, value in wrong.items())
+        return f"): its row reads {said}; accepted are integer attributes of the spec; correct the row's figures"
     if row.source is not None and row.source not in {other.spec_class for other in groups}:
         return f"): its row follows {row.source}, of which this model has no group; give it a row of its own"
     return _wrong_reach(facts, row)
 
 
+def _kept_alike(one: SpecRow, other: SpecRow) -> bool:
+    return (one.kind, one.figures, one.reach) == (other.kind, other.figures, other.reach)
+
+
 def _wrong_reach(facts: GroupFacts, row: SpecRow) -> str:
     if row.reach is None:
         return ""
-    p = np.arange(0, 64 * facts.block_tokens + 1, facts.block_tokens, dtype=np.int64)
-    first = row.reach(p, _figures(facts, row))
-    if first.shape != p.shape or (first < 0).any() or (first > p).any() or (np.diff(first) < 0).any():
+    # Each of the first blocks, and positions behind any window.
+    p = np.array([*range(64), *(1 << power for power in range(6, 33))], dtype=np.int64) * facts.block_tokens
+    try:
+        first = row.reach(p, _figures(facts, row))
+    except Exception as error:  # another package's code
         return (
-            f"): its row's reach gives {first[:4].tolist()}… for positions {p[:4].tolist()}…; accepted is, for each "
-            "position, a token from 0 to the position, never less for a later position; correct reach"
+            f"): its row's reach fails ({type(error).__name__}: {error}); correct reach, or the figures that it reads"
         )
-    return ""
+    tokens = isinstance(first, np.ndarray) and first.shape == p.shape and first.dtype.kind in "iu"
+    if tokens and not ((first < 0).any() or (first > p).any() or (np.diff(first) < 0).any()):
+        return ""
+    at = int(np.argmax((first < 0) | (first > p) | (np.diff(first, append=first[-1]) < 0))) if tokens else 0
+    given = first[at : at + 2].tolist() if tokens else repr(first)[:80]
+    return (
+        f"): its row's reach gives {given} for positions {p[at : at + 2].tolist()}; accepted is an array with, for each "
+        "position, a token from 0 to the position, never less for a later position; correct reach"
+    )
 
 
 def _figures(facts: GroupFacts, row: SpecRow) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ucmcache.coordinator.pressure import Pressure
 from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import Kind
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
-from ucmcache.store.arena import Presence
+from ucmcache.store.arena import ArenaPlan, Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
 
@@ -269,25 +269,40 @@ class Coordinator:
         return SnapshotKey(row.group, prompt.prefix(position_tokens), position_tokens, prompt.prefix(parent))
 
     def describe(self) -> str:
-        """The bound table, for the log at start; then what a token and a state take, and how many of each fit."""
+        """The bound table, for the log at start; then what a token and a state take, and how many of each fit.
+
+        Bytes are those of one rank.
+        """
         heads = ("group", "class", "kind", "votes", "block tokens", "unit bytes", "access unit", "keeps", "rank rule")
-        table = [heads, *(self._described(row) for row in self.all_rows)]
+        arenas = (*self.blocks.arenas, *self.states.arenas)
+        plans = {group: arena.plan for arena in arenas for group in arena.plan.groups}
+        table = [heads, *(self._described(row, plans) for row in self.all_rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         for kind, store, what in ((Kind.CHAIN, self.blocks, "token"), (Kind.SNAPSHOT, self.states, "state")):
             each = {row.group: row.block_tokens if kind is Kind.CHAIN else 1 for row in self.rows if row.kind is kind}
             if each:
-                size = sum(self._unit_bytes(row) / each[row.group] for row in self.rows if row.group in each)
+                size = sum(plans[group].slot_bytes / plans[group].spread / each[group] for group in each)
                 fit = min(
                     arena.plan.slots / sum(1 / each[group] for group in arena.plan.groups) for arena in store.arenas
                 )
-                lines.append(f"a {what} takes {size:,.0f} bytes over all groups; {int(fit):,} fit into host memory")
+                taken = f"a {what} takes {size:,.0f} bytes of each rank's host memory over all groups"
+                lines.append(f"{taken}; {int(fit):,} {what}s fit")
         return "\n".join([*lines, f"resume positions are multiples of {self.grid_tokens:,} tokens"])
 
-    def _described(self, row: BoundRow) -> tuple[str, ...]:
+    @staticmethod
+    def _described(row: BoundRow, plans: Mapping[int, ArenaPlan]) -> tuple[str, ...]:
         spec, votes = row.spec, "yes" if row.spec.votes else "no"
         start = (str(row.group), spec.spec_class, row.kind.value, votes)
         if not spec.votes:
             return (*start, "", "", spec.access_unit.value, spec.retention.value, "")
-        sizes = (f"{row.block_tokens:,}", f"{self._unit_bytes(row):,}")
-        return (*start, *sizes, spec.access_unit.value, spec.retention.value, row.rank_rule.value)
+        plan, rule = plans[row.group], row.rank_rule.value
+        shared = f"{rule}, once for {plan.spread} ranks" if plan.spread > 1 else rule
+        return (
+            *start,
+            f"{row.block_tokens:,}",
+            f"{plan.slot_bytes:,}",
+            spec.access_unit.value,
+            spec.retention.value,
+            shared,
+        )

@@ -7,7 +7,8 @@ token p needs of them:
 * `SNAPSHOT`: a recurrent state; a resume at p needs the state after exactly p tokens.
 * `NONE`: nothing that a later request could use; the group is left alone and has no vote.
 
-Rows from other packages come by `register`; docs/integrators.md walks through one.
+Layers that read another layer's blocks (kv-sharing aliases) have neither a spec nor a group, so they need no row. Rows
+from other packages come by `register`; docs/integrators.md walks through one.
 """
 
 from __future__ import annotations
@@ -136,12 +137,6 @@ SPEC_TABLE: dict[str, SpecRow] = {
     for row in (
         SpecRow("FullAttentionSpec", Kind.CHAIN, "Every token attends to every earlier one.", reach=_all_of_it),
         SpecRow(
-            "SinkFullAttentionSpec",
-            Kind.CHAIN,
-            "Full attention, and to sink tokens that are weights: the engine keeps those outside all requests' blocks.",
-            reach=_all_of_it,
-        ),
-        SpecRow(
             "MLAAttentionSpec",
             Kind.CHAIN,
             "Full attention over one latent vector per token, or per group of tokens where it is compressed; a full "
@@ -201,6 +196,8 @@ REFUSALS: dict[str, str] = {
     "tokens do not tell; serve encoder-decoder models without ucmcache",
     "EncoderOnlyAttentionSpec": "its layers attend to later tokens, so a prefix does not determine what follows it; "
     "serve such models without ucmcache",
+    "SinkFullAttentionSpec": "its sink tokens lie in the pool's first blocks, which vLLM 0.32 gives to requests, too, so a "
+    "prefix does not determine what is computed for it; serve such models without ucmcache",
     "RSWASpec": "what a token attends to depends on where the prompt of its request ended, which the engine's hashes "
     "do not tell; serve such models without ucmcache",
     "HiddenStateCacheSpec": "another connector reads these layers for every token of a request, and tokens that were "
@@ -213,7 +210,8 @@ REFUSALS: dict[str, str] = {
 def register(row: SpecRow) -> None:
     """Add a row to the table, before an engine starts; the same row again changes nothing.
 
-    Raises ConfigError for a second row of one class, for a class that is refused, and for a follower without a source.
+    Raises ConfigError for a second row of one class, for a class that is refused, and for a follower whose source has no
+    row or keeps nothing.
     """
     known = SPEC_TABLE.get(row.spec_class)
     if known == row:
@@ -228,10 +226,12 @@ def register(row: SpecRow) -> None:
             f"a row for {row.spec_class} is not accepted: {REFUSALS[row.spec_class]}; if your spec differs, give it a "
             "class of its own"
         )
-    if row.source is not None and row.source not in SPEC_TABLE:
+    kept = [name for name, other in SPEC_TABLE.items() if other.votes]
+    if row.source is not None and row.source not in kept:
+        what = "which keeps nothing" if row.source in SPEC_TABLE else "of which there is no row"
         raise ConfigError(
-            f"the row for {row.spec_class} follows {row.source}, of which there is no row; accepted are "
-            f"{', '.join(SPEC_TABLE)} — register the source first"
+            f"the row for {row.spec_class} follows {row.source}, {what}; accepted are {', '.join(kept)} — register the "
+            "source first"
         )
     SPEC_TABLE[row.spec_class] = row
 
@@ -259,12 +259,14 @@ def load_rows(modules: Sequence[str]) -> None:
 def _load(what: str, load: Callable[[], object], call: bool = False) -> None:
     try:
         found = load()
-        if call and callable(found):
-            found()
+        if call and not callable(found):
+            raise TypeError(f"it names a {type(found).__name__}, not a function")
+        if call:
+            found()  # type: ignore[operator]
     except ConfigError as error:
         raise ConfigError(f"{what} registers a row that is not accepted: {error}") from error
     except Exception as error:
         raise ConfigError(
             f"{what} cannot be imported ({type(error).__name__}: {error}); accepted are modules that this process can "
-            "import — install the package where the engine runs, or take the name out"
+            "import, and functions in them — install the package where the engine runs, or take the name out"
         ) from error
