@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -74,6 +75,15 @@ def test_without_either_the_engine_is_refused_as_the_page_says(package: Path) ->
     assert last[1].startswith(shown[1].removesuffix(" ...)").rstrip(","))
 
 
+def test_an_entry_point_that_names_no_function_is_refused(package: Path) -> None:
+    install(package, "strided_model.rows:np.pi")
+    last = (
+        run(package, "from ucmcache.coordinator.spec import load_rows\nload_rows([])").stderr.strip().splitlines()[-1]
+    )
+    assert 'the entry point "strided_model = strided_model.rows:np.pi" of ucmcache.spec_rows cannot be imported' in last
+    assert "it names a float, not a function" in last
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -99,6 +109,7 @@ def test_rows_that_cannot_be_had_are_named(package: Path, rows: str, message: st
 
 def test_an_engine_with_the_row_resumes(package: Path, tmp_path: Path) -> None:
     """Both roles of the connector load the modules that the configuration names."""
+    settings = json.loads(block('{"spec_modules"'))
     code = """
 import logging
 logging.disable(logging.INFO)
@@ -107,7 +118,7 @@ sys.path.insert(0, ROOT)
 from tests.sim.engine import Group, SimEngine, config_folder
 from ucmcache.coordinator.spec import SPEC_TABLE
 assert "StridedWindowSpec" not in SPEC_TABLE
-engine = SimEngine([Group("full", 8)], config_folder("llama", Path("models")), {"spec_modules": ["strided_model.rows"]})
+engine = SimEngine([Group("full", 8)], config_folder("llama", Path("models")), SETTINGS)
 assert "StridedWindowSpec" in SPEC_TABLE
 prompt = list(range(40))
 for _ in range(2):
@@ -115,5 +126,45 @@ for _ in range(2):
     engine.reset_local()
 print("adopted", engine.counts["adopted_tokens"])
 """
-    done = run(package, f"ROOT = {str(Path(__file__).parents[2])!r}\n{code}")
+    done = run(package, f"ROOT = {str(Path(__file__).parents[2])!r}\nSETTINGS = {settings!r}\n{code}")
     assert done.stdout.strip().splitlines()[-1] == "adopted 32", done.stderr[-2000:]
+
+
+def test_a_group_of_the_engine_with_such_layers_is_bound(package: Path) -> None:
+    """With a real class of vLLM's, alone and in a group of several layers."""
+    code = """
+from dataclasses import dataclass, replace
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from ucmcache.connector.layout import Storages, content_text, group_facts, unit_map
+from ucmcache.coordinator.binding import bind
+from ucmcache.coordinator.spec import load_rows
+from ucmcache.errors import UnsupportedModelError
+
+@dataclass(frozen=True, kw_only=True)
+class StridedWindowSpec(AttentionSpec):
+    window_tokens: int
+    stride_tokens: int
+
+spec = StridedWindowSpec(
+    block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16, window_tokens=128, stride_tokens=64
+)
+load_rows(["strided_model.rows"])
+
+def bound(*specs):
+    names = [f"layer{i}" for i in range(len(specs))]
+    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(zip(names, specs)))
+    group = KVCacheGroupSpec(names, specs[0] if len(specs) == 1 else uniform)
+    return bind([group_facts(0, group, content_text(group, unit_map({}, [], 1, Storages())))])[0]
+
+for row in (bound(spec), bound(spec, spec)):
+    print(row.name, row.block_tokens, dict(row.figures), row.spec.votes)
+try:
+    bound(spec, replace(spec, stride_tokens=32))
+except UnsupportedModelError as error:
+    print(error)
+"""
+    lines = run(package, code).stdout.strip().splitlines()
+    figures = {"window_tokens": 128, "stride_tokens": 64}
+    assert lines[-3:-1] == [f"0:StridedWindowSpec 16 {figures} True"] * 2
+    assert lines[-1].startswith("layers of one KV cache group differ in stride_tokens ({'layer0': 64, 'layer1': 32})")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,15 +54,57 @@ def test_every_spec_class_is_covered_or_refused() -> None:
 
 
 def test_no_spec_class_of_vllm_is_elsewhere() -> None:
-    """By the text of all its files: a platform or a model may define one of its own."""
+    """In none of its files, imported or not: a platform or a model may define one of its own."""
     known = {*spec_classes(), *NOT_OF_A_LAYER}
-    root = Path(importlib.import_module("vllm").__path__[0])
+    base = re.compile(rf"class\s+\w+\([^)]*\b({'|'.join(known)})\b")
     found = set()
-    for file in root.rglob("*.py"):
-        for name, bases in re.findall(r"^class (\w+)\(([\w., ]+)\):", file.read_text(errors="replace"), re.MULTILINE):
-            if {base.strip().rpartition(".")[2] for base in bases.split(",")} & known:
-                found.add(name)
+    for file in Path(importlib.import_module("vllm").__path__[0]).rglob("*.py"):
+        text = file.read_text(errors="replace")
+        classes = (
+            [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)] if base.search(text) else []
+        )
+        for node in classes:
+            if {ast.unparse(one).rpartition(".")[2] for one in node.bases} & known:
+                found.add(node.name)
     assert found == known - {"KVCacheSpec"}
+
+
+def test_what_the_engine_registers_is_covered_or_refused() -> None:
+    """All classes that have a manager once a platform has registered its own, and all that exist by then."""
+    registry = importlib.import_module("vllm.v1.kv_cache_spec_registry")
+    registry.KVCacheSpecRegistry._ensure_registered()
+    registered = {class_.__name__ for class_ in registry._REGISTRY_KVCACHESPEC_LIST}
+    assert {"MambaSpec", "HiSparseHotSpec"} <= registered <= set(SPEC_TABLE) | set(REFUSALS)
+    todo, alive = [importlib.import_module("vllm.v1.kv_cache_interface").KVCacheSpec], set()
+    while todo:
+        todo += (subclasses := todo.pop().__subclasses__())
+        alive |= {class_.__name__ for class_ in subclasses if class_.__module__.startswith("vllm.")}
+    assert alive == set(SPEC_TABLE) | set(REFUSALS) | (NOT_OF_A_LAYER - {"KVCacheSpec"})
+
+
+def test_every_role_of_a_group_is_known() -> None:
+    """A role brings a manager of its own: vLLM's are HiSparse's, whose engines are refused by other groups."""
+    roles = importlib.import_module("vllm.v1.kv_cache_interface").KVCacheGroupRole
+    assert {role.value for role in roles} == {"default", "hisparse_source", "hisparse_indexer"}
+
+
+def test_sink_tokens_are_still_in_blocks_of_requests() -> None:
+    """Why SinkFullAttentionSpec is refused. Where vLLM sets these blocks aside, it needs a row instead."""
+    from tests.connector.test_layout import attention
+
+    sink_tokens, block_tokens = 16, 8
+    pool = importlib.import_module("vllm.v1.core.block_pool").BlockPool(8, True, block_tokens)
+    managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    made = managers.SinkFullAttentionManager(
+        attention("SinkFullAttentionSpec", sink_len=sink_tokens),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=block_tokens,
+    )
+    given = {block.block_id for block in made.allocate_new_blocks("request", 3 * block_tokens, 3 * block_tokens)}
+    # StaticSinkAttention reads the sinks from block 1 on.
+    assert given & set(range(1, 1 + sink_tokens // block_tokens))
 
 
 def test_what_cannot_be_kept_is_refused_in_one_error_with_the_reason_or_the_row_to_add() -> None:
@@ -169,27 +213,84 @@ def test_what_is_not_registered(table: dict[str, SpecRow]) -> None:
         register(row_with(spec_class="SharingSpec", source="NowhereSpec", **follower))
     register(row_with(spec_class="SharingSpec", source="NewSpec", **follower))
     assert [row.spec.votes for row in bind([facts(0, "NewSpec"), facts(1, "SharingSpec")], table)] == [True, False]
+    with pytest.raises(ConfigError, match="follows SharingSpec, which keeps nothing; accepted are FullAttentionSpec"):
+        register(row_with(spec_class="OtherSpec", source="SharingSpec", **follower))
     with pytest.raises(UnsupportedModelError, match="follows NewSpec, of which this model has no group"):
         bind([facts(0, "FullAttentionSpec"), facts(1, "SharingSpec")], table)
 
 
 @pytest.mark.parametrize(
-    "reach",
+    ("reach", "message"),
     [
-        lambda p, figures: p + 1,  # behind the position
-        lambda p, figures: p - 9,  # before the first token
-        lambda p, figures: np.where(p > 64, 0, p),  # back again
-        lambda p, figures: np.zeros(1, np.int64),  # one for all
+        (lambda p, figures: p + 1, r"gives \[1, 9\] for positions \[0, 8\]"),  # behind the position
+        (lambda p, figures: p - 9, r"gives \[-9, -1\] for positions \[0, 8\]"),  # before the first token
+        (lambda p, figures: np.where(p > 64, 0, p), r"gives \[64, 0\] for positions \[64, 72\]"),  # back again
+        (lambda p, figures: np.maximum(0, (p > 1 << 20) * (p + 1)), "for positions"),  # only far away
+        (lambda p, figures: np.zeros(1, np.int64), r"gives a ndarray\(1,\) for positions"),  # one for all
+        (lambda p, figures: p / 2, r"gives a ndarray\(\d+,\) .* accepted is an integer array"),
+        (lambda p, figures: 0, "gives a int for positions"),
+        (lambda p, figures: p - figures["span"], r"reach fails \(KeyError: 'span'\); correct reach, or the figures"),
     ],
 )
-def test_a_reach_that_cannot_be_is_refused_when_bound(reach: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"group 0 \(NewSpec\): its row's reach gives .*correct reach"):
+def test_a_reach_that_cannot_be_is_refused_when_bound(reach: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"group 0 \(NewSpec\): its row's reach .*correct reach") as error:
         bind([facts(0, "NewSpec")], {"NewSpec": row_with(reach=reach)})
+    assert re.search(message, str(error.value))
 
 
-def test_a_figure_that_the_spec_lacks_is_refused_when_bound() -> None:
-    with pytest.raises(UnsupportedModelError, match="its row reads span, which the spec does not have"):
-        bind([facts(0, "NewSpec")], {"NewSpec": row_with(figures=("span", "sliding_window"))})
+@pytest.mark.parametrize(
+    ("figure", "said"), [("span", "nothing of that name"), ("sliding_window", "a lot"), ("sliding_window", 1.5)]
+)
+def test_a_figure_that_the_spec_lacks_is_refused_when_bound(figure: str, said: object) -> None:
+    spec = SimpleNamespace(sliding_window=said)
+    with pytest.raises(UnsupportedModelError, match=rf"its row reads {figure} \(the spec has {said!r}\); accepted are"):
+        bind([replace(facts(0, "NewSpec"), spec=spec)], {"NewSpec": row_with(figures=(figure,))})
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("RSWASpec", r"FullAttentionSpec, with layers of RSWASpec\): what a token attends to"),
+        ("NewSpec", r"FullAttentionSpec, with layers of NewSpec\): a group is kept as one, and no row keeps these as"),
+        ("SlidingWindowSpec", r"with layers of SlidingWindowSpec\): a group is kept as one"),
+        ("MambaSpec", r"with layers of MambaSpec\): a group is kept as one"),
+    ],
+)
+def test_a_group_whose_layers_need_different_things_is_refused(other: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        bind([facts(0, "FullAttentionSpec", others=frozenset({other, "MLAAttentionSpec"}))])
+    bind([facts(0, "FullAttentionSpec", others=frozenset({"MLAAttentionSpec"}))])
+
+
+def test_layers_of_one_group_that_differ_in_a_figure_are_refused() -> None:
+    from tests.connector.test_layout import attention, group_of, text_of
+
+    windows = [attention("SlidingWindowSpec", sliding_window=20, extra_retained_tokens=extra) for extra in (0, 3)]
+    assert text_of(group_of(windows[0], windows[0]))
+    with pytest.raises(UnsupportedModelError, match=r"differ in extra_retained_tokens \({'layer0': 0, 'layer1': 3}\)"):
+        text_of(group_of(*windows))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, Fraction(1, 4)])
+def test_a_block_of_a_compressed_cache_holds_whole_groups(tokens: int | Fraction) -> None:
+    from tests.connector.test_layout import attention, group_of, text_of
+
+    full = attention("FullAttentionSpec")
+    assert text_of(group_of(full, attention("MLAAttentionSpec", tokens_per_state=tokens)))
+    cut = attention("MLAAttentionSpec", tokens_per_state=3)
+    with pytest.raises(UnsupportedModelError, match=r"layer1 ends within a group .*block_size 8, tokens_per_state 3"):
+        text_of(group_of(full, cut))
+
+
+def test_layers_that_share_anothers_blocks_change_nothing() -> None:
+    """vLLM adds kv-sharing layers to the tensors that a worker registers, and to no group that it tells us of."""
+    import torch
+
+    from ucmcache.connector.layout import Storages, unit_map
+
+    own = torch.zeros(4, 2, 8, 16)
+    alone = unit_map({"a": own}, ["a"], 4, Storages())
+    assert unit_map({"a": own, "b": own}, ["a"], 4, Storages()) == alone
 
 
 # -- what ranks hold --------------------------------------------------------------------------------------------------
@@ -206,7 +307,6 @@ def test_a_figure_that_the_spec_lacks_is_refused_when_bound() -> None:
         ("MLAAttentionSpec", {"tp_shards": 1}, 4),
         ("MLAAttentionSpec", {"tp_shards": 4}, 1),  # the engine knows better
         ("MLAAttentionSpec", {"others": frozenset({"FullAttentionSpec"})}, 1),
-        ("MLAAttentionSpec", {"others": frozenset({"SlidingWindowMLASpec"})}, 4),
         ("MambaSpec", {}, 1),
         ("MambaSpec", {"tp_shards": 1}, 4),
     ],
@@ -215,6 +315,13 @@ def test_how_many_ranks_hold_the_same(name: str, options: dict[str, Any], alike:
     [row] = bind([facts(0, name, **options)])
     assert row.ranks_alike(4) == alike
     assert row.ranks_alike(1) == 1
+
+
+def test_a_group_of_two_classes_that_all_ranks_hold_is_alike() -> None:
+    latent = SPEC_TABLE["MLAAttentionSpec"]
+    table = {**SPEC_TABLE, "NewSpec": replace(latent, spec_class="NewSpec")}
+    [row] = bind([facts(0, "MLAAttentionSpec", others=frozenset({"NewSpec"}))], table)
+    assert row.ranks_alike(4) == 4
 
 
 def test_what_a_real_group_says_of_its_ranks() -> None:
@@ -243,9 +350,22 @@ def test_the_table_is_shown_at_start() -> None:
         ["3", "CircularBufferSpec", "none", "no"],
     ]
     assert [line.split()[-1] for line in shown[1:4]] == ["intersection", "union", "intersection"]
-    assert shown[5] == "a token takes 100 bytes over all groups; 720 fit into host memory"  # 90 blocks of 8 tokens
-    assert shown[6] == "a state takes 70,000 bytes over all groups; 12 fit into host memory"
+    assert shown[1].split()[4:8] == ["16", "1,000", "layer", "every"]
+    assert shown[5].endswith(
+        "token takes 100 bytes of each rank's host memory over all groups; 720 tokens fit"
+    )  # 90 * 8
+    assert shown[6] == "a state takes 70,000 bytes of each rank's host memory over all groups; 12 states fit"
     assert shown[7] == "resume positions are multiples of 16 tokens"
+
+
+def test_what_ranks_keep_once_is_shown_as_such() -> None:
+    rows = bind([facts(0, "FullAttentionSpec", 16), facts(1, "MLAAttentionSpec", 16)])
+    seeds = {row.group: row.seed for row in rows}
+    blocks = BlockStore([ArenaPlan(1600, 60, (0,)), ArenaPlan(1600, 80, (1,), 4)], seeds, b"n" * 16)
+    shown = Coordinator(rows, blocks, SnapshotStore([], seeds, b"n" * 16), None).describe().splitlines()
+    assert [line.endswith("union, once for 4 ranks") for line in shown[1:3]] == [False, True]
+    assert shown[3] == "a token takes 125 bytes of each rank's host memory over all groups; 960 tokens fit"
+    assert len(shown) == 5  # no recurrent groups: nothing is said of states
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:

@@ -7,7 +7,7 @@ kernel blocks smaller than the manager's. Padding is never part of a unit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,11 +27,23 @@ class Region(NamedTuple):
     nbytes: int
 
 
+class Span(NamedTuple):
+    """Where a layer's bytes are in a unit; a follower's are those of the layer whose memory it shares."""
+
+    offset_bytes: int
+    nbytes: int
+    follows: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class UnitMap:
-    """All regions of one group's block, in slot order: region i starts where region i-1 ends."""
+    """All regions of one group's block, in slot order: region i starts where region i-1 ends; no byte twice.
+
+    `spans` has every layer that this worker holds, in the group's order, at the same offset in every unit.
+    """
 
     regions: tuple[Region, ...]
+    spans: Mapping[str, Span] = field(default_factory=dict)
 
     @property
     def unit_bytes(self) -> int:
@@ -86,14 +98,27 @@ def unit_map(layers: Mapping[str, Any], layer_names: Sequence[str], num_blocks: 
     """The unit map of one group from the registered tensors of its layers.
 
     A layer's value may be a tensor or a list of state tensors. Layers that this worker does not hold (pipeline stages)
-    are skipped. Raises UnsupportedModelError for a tensor with no axis of `num_blocks` blocks.
+    are skipped, and what layers share (a kv-sharing alias and its source) is in the unit once. Raises
+    UnsupportedModelError for a tensor with no axis of `num_blocks` blocks.
     """
     regions: list[Region] = []
+    spans: dict[str, Span] = {}
+    first_with: dict[tuple[Region, ...], str] = {}
+    at = 0
     for name in layer_names:
         value = layers.get(name)
-        for tensor in value if isinstance(value, list | tuple) else [value] if value is not None else []:
-            regions += _regions(name, tensor, num_blocks, storages)
-    return UnitMap(tuple(regions))
+        if value is None:
+            continue
+        tensors = value if isinstance(value, list | tuple) else [value]
+        found = tuple(region for tensor in tensors for region in _regions(name, tensor, num_blocks, storages))
+        source = first_with.setdefault(found, name)
+        if source != name:
+            spans[name] = spans[source]._replace(follows=source)
+            continue
+        spans[name] = Span(at, sum(region.nbytes for region in found))
+        at += spans[name].nbytes
+        regions += found
+    return UnitMap(tuple(regions), spans)
 
 
 def _regions(name: str, tensor: torch.Tensor, num_blocks: int, storages: Storages) -> Iterator[Region]:

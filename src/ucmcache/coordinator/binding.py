@@ -104,8 +104,8 @@ def _problem(facts: GroupFacts, groups: Sequence[GroupFacts], table: Mapping[str
     unlike = [name for name in sorted(facts.others) if name not in table or not _kept_alike(table[name], row)]
     if unlike:
         return (
-            f", with layers of {', '.join(unlike)}): a group is kept as one, and there is no row for these that keeps them "
-            f"as that for {facts.spec_class} does (kind, figures, reach); register one, or serve the model without ucmcache"
+            f", with layers of {', '.join(unlike)}): a group is kept as one, and no row keeps these as that for "
+            f"{facts.spec_class} does (kind, figures, reach); register one, or serve the model without ucmcache"
         )
     shown = {name: getattr(facts.spec, name, "nothing of that name") for name in row.figures}
     wrong = {name: value for name, value in shown.items() if not (value is None or isinstance(value, Integral))}
@@ -124,7 +124,7 @@ def _kept_alike(one: SpecRow, other: SpecRow) -> bool:
 def _wrong_reach(facts: GroupFacts, row: SpecRow) -> str:
     if row.reach is None:
         return ""
-    # Each of the first blocks, and positions behind any window.
+    # The ends of the first blocks, and positions beyond any window.
     p = np.array([*range(64), *(1 << power for power in range(6, 33))], dtype=np.int64) * facts.block_tokens
     try:
         first = row.reach(p, _figures(facts, row))
@@ -132,14 +132,14 @@ def _wrong_reach(facts: GroupFacts, row: SpecRow) -> str:
         return (
             f"): its row's reach fails ({type(error).__name__}: {error}); correct reach, or the figures that it reads"
         )
-    tokens = isinstance(first, np.ndarray) and first.shape == p.shape and first.dtype.kind in "iu"
+    tokens = isinstance(first, np.ndarray) and first.shape == p.shape and first.dtype.kind == "i"
     if tokens and not ((first < 0).any() or (first > p).any() or (np.diff(first) < 0).any()):
         return ""
     at = int(np.argmax((first < 0) | (first > p) | (np.diff(first, append=first[-1]) < 0))) if tokens else 0
-    given = first[at : at + 2].tolist() if tokens else repr(first)[:80]
+    given = first[at : at + 2].tolist() if tokens else f"a {type(first).__name__}{getattr(first, 'shape', '')}"
     return (
-        f"): its row's reach gives {given} for positions {p[at : at + 2].tolist()}; accepted is an array with, for each "
-        "position, a token from 0 to the position, never less for a later position; correct reach"
+        f"): its row's reach gives {given} for positions {p[at : at + 2].tolist()}; accepted is an integer array with, "
+        "for each position, a token from 0 to the position, never less for a later position; correct reach"
     )
 
 

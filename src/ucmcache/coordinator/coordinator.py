@@ -297,12 +297,6 @@ class Coordinator:
         if not spec.votes:
             return (*start, "", "", spec.access_unit.value, spec.retention.value, "")
         plan, rule = plans[row.group], row.rank_rule.value
-        shared = f"{rule}, once for {plan.spread} ranks" if plan.spread > 1 else rule
-        return (
-            *start,
-            f"{row.block_tokens:,}",
-            f"{plan.slot_bytes:,}",
-            spec.access_unit.value,
-            spec.retention.value,
-            shared,
-        )
+        sizes = (f"{row.block_tokens:,}", f"{plan.slot_bytes:,}")
+        ranks = f"{rule}, once for {plan.spread} ranks" if plan.spread > 1 else rule
+        return (*start, *sizes, spec.access_unit.value, spec.retention.value, ranks)

@@ -196,8 +196,8 @@ REFUSALS: dict[str, str] = {
     "tokens do not tell; serve encoder-decoder models without ucmcache",
     "EncoderOnlyAttentionSpec": "its layers attend to later tokens, so a prefix does not determine what follows it; "
     "serve such models without ucmcache",
-    "SinkFullAttentionSpec": "its sink tokens lie in the pool's first blocks, which vLLM 0.32 gives to requests, too, so a "
-    "prefix does not determine what is computed for it; serve such models without ucmcache",
+    "SinkFullAttentionSpec": "its sink tokens lie in the pool's first blocks, which vLLM 0.32 also gives to requests, "
+    "so what is computed for a prefix does not depend on the prefix alone; serve such models without ucmcache",
     "RSWASpec": "what a token attends to depends on where the prompt of its request ended, which the engine's hashes "
     "do not tell; serve such models without ucmcache",
     "HiddenStateCacheSpec": "another connector reads these layers for every token of a request, and tokens that were "
@@ -210,8 +210,8 @@ REFUSALS: dict[str, str] = {
 def register(row: SpecRow) -> None:
     """Add a row to the table, before an engine starts; the same row again changes nothing.
 
-    Raises ConfigError for a second row of one class, for a class that is refused, and for a follower whose source has no
-    row or keeps nothing.
+    Raises ConfigError for a second row of one class, for a class that is refused, and for a follower whose source has
+    no row or keeps nothing.
     """
     known = SPEC_TABLE.get(row.spec_class)
     if known == row:
