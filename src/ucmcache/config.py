@@ -211,8 +211,10 @@ def _problem(details: ErrorDetails) -> str:
     path = ".".join(map(str, details["loc"]))
     if details["type"] in ("extra_forbidden", "invalid_key"):
         return _unknown(path, details)
+    item = ""
     while path not in _SETTINGS:  # an item of a list
-        path = path.rpartition(".")[0]
+        path, _, index = path.rpartition(".")
+        item = f"[{index}]{item}"
     field, section = _SETTINGS[path]
     accepted = field.description
     if section is not None:
@@ -223,7 +225,7 @@ def _problem(details: ErrorDetails) -> str:
         parent = path.rpartition(".")[0]
         start = f"{path} is missing ({parent} is {_shown(details['input'])})"
         return f"{start}; accepted is {accepted} — add it, as in {example}, or drop {parent}"
-    return f"{path} is {_shown(details['input'])}; accepted is {accepted} — write, for example, {example}"
+    return f"{path}{item} is {_shown(details['input'])}; accepted is {accepted} — write, for example, {example}"
 
 
 def _unknown(path: str, details: ErrorDetails) -> str:

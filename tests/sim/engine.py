@@ -28,7 +28,7 @@ KV_TOKEN_BYTES = 32  # one head of eight K and eight V values, two bytes each
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group: "full", "latent", "window", "chunk" or "state"; two layers each.
+    """One KV cache group: "full", "latent", "window", "chunk", "state", or "ring", which is scratch of one request.
 
     The ranks of a stage hold so many `shards` of it between them, each its own if 0; of a latent group all the same.
     """
@@ -37,6 +37,7 @@ class Group:
     block_tokens: int
     window: int = 0
     shards: int = 0
+    layers: int = 2
 
 
 @dataclass
@@ -191,6 +192,7 @@ class SimEngine:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
         from vllm.v1.kv_cache_interface import (
             ChunkedLocalAttentionSpec,
+            CircularBufferSpec,
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
@@ -201,6 +203,7 @@ class SimEngine:
         )
 
         page = max(KV_TOKEN_BYTES * group.block_tokens for group in self.groups)
+        most_layers = max(group.layers for group in self.groups)
         attention = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
         specs: list[KVCacheGroupSpec] = []
         tensors = []
@@ -211,6 +214,8 @@ class SimEngine:
                 spec: Any = FullAttentionSpec(max_tp_shards=group.shards or None, **common)
             elif group.kind == "latent":
                 spec = MLAAttentionSpec(**{**common, "head_size": KV_TOKEN_BYTES // 2})
+            elif group.kind == "ring":
+                spec = CircularBufferSpec(**common)
             elif group.kind == "window":
                 spec = SlidingWindowSpec(sliding_window=group.window, **common)
             elif group.kind == "chunk":
@@ -224,15 +229,15 @@ class SimEngine:
                     mamba_cache_mode="align",
                     tp_replicated=group.shards == 1,
                 )
-            names = [f"g{i}.l{layer}" for layer in range(2)]
+            names = [f"g{i}.l{layer}" for layer in range(group.layers)]
             specs.append(KVCacheGroupSpec(names, spec))
             by_layer = layout.index("L") < layout.index("B")
             tensors.append(
                 KVCacheTensor(
-                    size=2 * num_blocks * page,
+                    size=most_layers * num_blocks * page,
                     layers=names,
                     layer_stride=page * num_blocks if by_layer else page,
-                    block_stride=page if by_layer else 2 * page,
+                    block_stride=page if by_layer else most_layers * page,
                 )
             )
         config = KVCacheConfig(num_blocks, tensors, specs, prefix_cache_retention_interval=retention_interval)
@@ -285,7 +290,7 @@ class SimEngine:
         ):
             views = create_kv_cache_views(buffer, group.kv_cache_spec, num_blocks, KVCacheLayout[layout], tensor)
             worker.kv_caches.update(zip(tensor.layers, views, strict=True))
-            for layer in range(2):
+            for layer in range(self.groups[g].layers):
                 worker.pages[g, layer] = np.lib.stride_tricks.as_strided(
                     flat[tensor.offset + layer * tensor.layer_stride :],
                     (num_blocks, self._content_bytes(g)),
@@ -487,7 +492,7 @@ class SimEngine:
                 continue
             for group in states:
                 table = tables[request_id][group]
-                for layer in range(2):
+                for layer in range(self.groups[group].layers):
                     pages = worker.pages[group, layer]
                     pages[table[current]] = pages[table[previous]]
 
@@ -503,7 +508,7 @@ class SimEngine:
                 shards = group.shards or (1 if group.kind == "latent" else self._ranks_per_stage)
                 alike = max(self._ranks_per_stage // shards, 1)
                 holder = rank // alike * alike
-                for layer in range(2):
+                for layer in range(0 if group.kind == "ring" else group.layers):
                     pages = worker.pages[g, layer]
                     run = self._run_state if group.kind == "state" else self._run_attention
                     run(pages, table, group, tokens, start, end, (g, layer, holder), request_id)

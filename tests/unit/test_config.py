@@ -167,6 +167,24 @@ def test_no_durations(given: object) -> None:
     assert message.endswith(f'; accepted is {DURATION} — write, for example, "2s"')
 
 
+@pytest.mark.parametrize(
+    ("given", "problems"),
+    [
+        ("my_package.rows", ['spec_modules is "my_package.rows"']),
+        (None, ["spec_modules is null"]),
+        ([1], ["spec_modules[0] is 1"]),
+        (["a.b", "a b", "c", "a."], ['spec_modules[1] is "a b"', 'spec_modules[3] is "a."']),
+        (["a\n"], ['spec_modules[0] is "a\\n"']),
+        (["1a"], ['spec_modules[0] is "1a"']),
+        ([""], ['spec_modules[0] is ""']),
+    ],
+)
+def test_no_modules(given: object, problems: list[str]) -> None:
+    rest = '; accepted is a list of the names of modules that register rows — write, for example, ["my_package.rows"]'
+    start = START if len(problems) == 1 else f"{START}{len(problems)} problems\n  "
+    assert refusal({"spec_modules": given}) == start + "\n  ".join(problem + rest for problem in problems)
+
+
 @given(st.integers(0, 2**80))
 def test_a_size_survives_being_written(size_bytes: int) -> None:
     assert parse_size_bytes(format_size(size_bytes)) == size_bytes

@@ -1,0 +1,267 @@
+"""X-Hybrid-96 against the figures, the worked examples and the five closed-loop checks of S1.
+
+Worked example B, about ranks, is in test_ranks.py. Where S1's rule (the minimum of each group's deepest) differs from
+requirements C2 (the deepest position that all have), the requirements hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sim.engine import SimEngine
+from tests.sim.test_resume import Start, assert_at_rest, start
+from tests.sim.test_resume import prompt_of as tokens_of
+from tests.sim.x_hybrid import ENGINE_GROUPS, GROUPS, LAYERS, STAGES, TABLE, TENSOR_RANKS, XHybrid, facts, prompt_of
+from ucmcache.coordinator.binding import bind
+from ucmcache.coordinator.hit import resolve_hit
+from ucmcache.coordinator.spec import AccessUnit, Kind, RankRule
+from ucmcache.errors import UnsupportedModelError
+from ucmcache.keys import physical_id
+
+__all__ = ["start"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ten_rows_and_ninety_six_layers() -> None:
+    assert len(TABLE) == len(GROUPS) == 10
+    assert sum(layers for _, _, layers in GROUPS) == sum(group.layers for group in ENGINE_GROUPS) == LAYERS
+    rows = bind(facts(), TABLE)
+    assert Counter(row.kind for row in rows) == {Kind.CHAIN: 3, Kind.SNAPSHOT: 2, Kind.NONE: 5}
+    assert {row.spec.access_unit for row in rows} == set(AccessUnit)
+    alike = {row.spec.spec_class: row.ranks_alike(TENSOR_RANKS) for row in rows if row.spec.votes}
+    assert alike == {"XMla": 8, "XCsa": 8, "XSwa": 1, "XMamba2": 1, "XKda": 1}
+
+
+def test_figure_13() -> None:
+    """3,000 tokens; MLA 2,560, CSA 2,432 (whole blocks), SWA 3,000: l = 2,432; p* = 2,304."""
+    model, prompt = XHybrid(), prompt_of(3000)
+    model.keep_chain("XMla", prompt, 2560)
+    model.keep_chain("XCsa", prompt, 2432)
+    model.keep_chain("XSwa", prompt, 3000)
+    model.keep_states("XMamba2", prompt, [1024, 2304, 2560])
+    model.keep_states("XKda", prompt, [1024, 2048, 2304])
+    assert model.coordinator.grid_tokens == 128
+    hit = model.coordinator.lookup(prompt)
+    assert (hit.chain_tokens, hit.resume_tokens) == (2432, 2304)
+    assert hit.lost == {"not_offered": 128}
+    # Skipped up to 2,304: every unit that this takes, and none beyond it.
+    units = model.coordinator.needed(prompt, hit.resume_tokens)
+    assert Counter(key.group for key, _ in units) == {0: 18, 1: 18, 2: 18, 3: 1, 4: 1}
+    assert max(key.depth_tokens for key, _ in units) == 2304
+
+
+def test_worked_example_a() -> None:
+    """A prefix of 5,000 tokens, all chains whole, checkpoints every 1,024: p* = 4,096; cross attention has no vote."""
+    model, prompt = XHybrid(), prompt_of(5000)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, prompt, 5000)
+    model.keep_states("XMamba2", prompt, [1024, 2048, 3072, 4096])
+    model.keep_states("XKda", prompt, [1024, 2048, 3072, 4096])
+    hit = model.coordinator.lookup(prompt)
+    assert (hit.chain_tokens, hit.resume_tokens) == (4992, 4096)
+
+
+@pytest.mark.parametrize(("window", "from_block"), [(5000, 0), (1000, 24), (128, 31), (1, 32)])
+def test_a_window_needs_only_what_it_touches(window: int, from_block: int) -> None:
+    """S1 7.3: the hit of example A stands with the window's blocks alone, and falls without one of them."""
+    model, prompt = XHybrid(window_tokens=window), prompt_of(5000)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, prompt, 5000)
+    for name in ("XMamba2", "XKda"):
+        model.keep_states(name, prompt, [4096])
+    swa = model.rows["XSwa"].group
+    needed = [key for key, _ in model.coordinator.needed(prompt, 4096) if key.group == swa]
+    assert sorted(key.depth_tokens // 128 - 1 for key in needed) == list(range(from_block, 32))
+
+
+def test_worked_example_c() -> None:
+    """10,000 tokens, one checkpoint per 1,024: nine, and the end; each answers for its own position only."""
+    model, prompt = XHybrid(tokens=1 << 15), prompt_of(10_000)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, prompt, 10_000)
+    growth: list[int] = []
+    kept = 0
+    for position in range(128, 10_001, 128):  # the engine stops at every one
+        trigger = model.coordinator.retention.trigger(position, prompt.num_tokens, 0, kept)
+        if trigger is not None:
+            kept = position
+            for name in ("XMamba2", "XKda"):
+                model.keep_states(name, prompt, [position])
+        growth.append(len(model.coordinator.directory.positions(prompt, 128)))
+    expected = [*range(1024, 9217, 1024), 9984]
+    assert model.coordinator.directory.positions(prompt, 128) == expected
+    assert all(position % 64 == 0 for position in expected)
+    assert growth == [sum(position <= end for position in expected) for end in range(128, 10_001, 128)]
+    for length in (1023, 1024, 1025, 5000, 9984, 9985, 10_000):
+        shorter = prompt_of(length)
+        deepest = max((position for position in expected if position < length), default=0)
+        assert model.coordinator.lookup(shorter).resume_tokens == deepest
+
+
+def test_the_deepest_that_all_have_and_not_the_least_of_each_ones_deepest() -> None:
+    """C2: Mamba2 at {1024, 3072}, KDA at {1024, 2048}: S1's rule says 2,048, where Mamba2 has nothing."""
+    model, prompt = XHybrid(), prompt_of(4097)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, prompt, 4096)
+    model.keep_states("XMamba2", prompt, [1024, 3072])
+    model.keep_states("XKda", prompt, [1024, 2048])
+    hit = model.coordinator.lookup(prompt)
+    assert (hit.chain_tokens, hit.resume_tokens) == (4096, 1024)
+
+
+# -- the five closed-loop checks (S1 8.4) -----------------------------------------------------------------------------
+
+
+def test_closed_loop_1_classification_is_complete() -> None:
+    """What a layer keeps grows with the prefix, holds at one position, or is of no use later: there is no fourth."""
+    assert {kind.name for kind in Kind} == {"CHAIN", "SNAPSHOT", "NONE"}
+    for row in bind(facts(), TABLE):
+        assert (row.kind is Kind.CHAIN) == (row.spec.reach is not None)
+        assert row.spec.votes == (row.kind is not Kind.NONE)
+    for name in TABLE:
+        with pytest.raises(UnsupportedModelError, match=name):
+            bind(facts(), {other: row for other, row in TABLE.items() if other != name})
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=2, max_size=6, unique=True))
+def test_closed_loop_2_identity_is_complete(branches: list[tuple[int, int]]) -> None:
+    """Kind of group, position and prefix are all in a name: prompts that part anywhere never share one beyond that."""
+    rows = [row for row in bind(facts(), TABLE) if row.spec.votes]
+    prompts = [prompt_of(64 * length, unlike_from=64 * cut) for length, cut in branches]
+    units: dict[tuple[bytes, bytes], tuple[int, int]] = {}
+    for row, prompt in itertools.product(rows, prompts):
+        for end in range(128, prompt.hashed_tokens + 1, 128):
+            key = (row.seed, prompt.prefix(end))
+            assert units.setdefault(key, (row.group, end)) == (row.group, end)
+    # In a backend, with the hashes that an engine would have.
+    assert len({physical_id(b"n" * 16, seed, sha256(prefix).digest()) for seed, prefix in units}) == len(units)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(1, 30)), st.sets(st.integers(1, 30)), st.integers(1, 30), st.integers(0, 30))
+def test_no_state_answers_for_another_prefix(mamba: set[int], kda: set[int], cut: int, chains: int) -> None:
+    """Position right, content wrong: a prompt that parted from another at `cut` resumes at or before it."""
+    model, prompt = XHybrid(), prompt_of(31 * 128)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, prompt, chains * 128)
+    model.keep_states("XMamba2", prompt, [128 * position for position in sorted(mamba)])
+    model.keep_states("XKda", prompt, [128 * position for position in sorted(kda)])
+    other = prompt_of(31 * 128, unlike_from=cut * 128)
+    both = {position for position in mamba & kda if position <= min(chains, cut)}
+    assert model.coordinator.lookup(other).resume_tokens == 128 * max(both, default=0)
+    assert model.coordinator.directory.positions(other, 128) == [128 * one for one in sorted(mamba & kda) if one <= cut]
+
+
+def test_closed_loop_3_decision_is_one_pure_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same question gives the same answer, changes nothing, and asks each group about each prefix once."""
+    model, prompt = XHybrid(), prompt_of(3000)
+    for name, tokens in (("XMla", 2560), ("XCsa", 2432), ("XSwa", 3000)):
+        model.keep_chain(name, prompt, tokens)
+    for name in ("XMamba2", "XKda"):
+        model.keep_states(name, prompt, [1024, 2304])
+    asked: Counter[tuple[int, bytes]] = Counter()
+    for store in (model.blocks, model.states):
+        answer = store.presences
+
+        def presences(groups: Sequence[int], prefixes: Sequence[bytes], *, answer: Any = answer) -> Any:
+            asked.update((group, prefix) for group in groups for prefix in prefixes)
+            return answer(groups, prefixes)
+
+        monkeypatch.setattr(store, "presences", presences)
+    coordinator = model.coordinator
+    hits = [resolve_hit(prompt, coordinator.rows, model.blocks, coordinator.directory) for _ in range(3)]
+    assert hits == [hits[0]] * 3
+    assert (hits[0].chain_tokens, hits[0].resume_tokens) == (2432, 2304)
+    # Once for each of three answers, and once more where the cause of a loss is looked for.
+    assert max(asked.values()) <= 6
+    assert model.blocks.pinned_slots == model.states.pinned_slots == 0
+
+
+def test_closed_loop_4_what_was_loaded_is_the_requests_own(start: Start) -> None:
+    """Between the promise and the end of its load everything else is evicted: the request reads its own copy."""
+    engine = start(ENGINE_GROUPS, {"host": {"blocks": "24MiB", "snapshots": "24MiB"}}, max_step_tokens=512)
+    prompt = tokens_of(130)
+    expected = SimEngine.expected(prompt, 4)
+    assert engine.generate("cold", prompt) == expected
+    assert engine.reset_local()
+    engine.add("warm", prompt)
+    coordinator = engine.side.coordinator
+    for _ in range(50):
+        engine.step()
+        if engine.counts.get("loaded_tokens"):
+            break
+    for store in (coordinator.blocks, coordinator.states):
+        for arena in store.arenas:
+            for slot in range(arena.plan.slots):
+                arena.evict(slot)
+    engine.run()
+    assert engine.outputs["warm"] == expected
+    assert engine.counts["adopted_tokens"] == 128
+
+
+def test_closed_loop_5_a_new_kind_is_a_row() -> None:
+    """No class of vLLM's connector interface but one, and no spec class or model is named outside of the table."""
+    connectors, named = [], []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and "KVConnectorBase_V1" in map(ast.unparse, node.bases):
+                connectors.append(node.name)
+            if isinstance(node, ast.Constant) and re.fullmatch(r"\w+Spec", str(node.value)):
+                named.append(file.name)
+    assert connectors == ["UcmCacheConnector"]
+    assert set(named) == {"spec.py"}
+
+
+# -- the whole model through a simulated engine -----------------------------------------------------------------------
+
+HOST = {"host": {"blocks": "48MiB", "snapshots": "48MiB"}}
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, STAGES)])
+def test_ninety_six_layers_cold_resumed_evicted_and_restarted(
+    start: Start, tmp_path: Path, ranks: int, stages: int
+) -> None:
+    extra = {**HOST, "backend": {"url": tmp_path.as_uri()}, "retention": {"interval_tokens": 64}}
+    options = {"ranks": ranks, "stages": stages, "max_step_tokens": 96, "num_blocks": 120}
+    engine = start(ENGINE_GROUPS, extra, **options)
+    prompt = tokens_of(200)
+    longer = [*prompt, *SimEngine.expected(prompt, 4), *tokens_of(30, seed=9)]
+    for name, text in (("cold", prompt), ("external", prompt), ("longer", longer)):
+        assert engine.generate(name, text) == SimEngine.expected(text, 4)
+        assert engine.reset_local()
+    assert engine.counts["adopted_tokens"] == 2 * 192
+    engine.run()
+    assert_at_rest(engine)
+    engine.close()
+    small = {**extra, "host": {"blocks": "6MiB", "snapshots": "3MiB"}}
+    restarted = start(ENGINE_GROUPS, small, **options)
+    for i, text in enumerate((prompt, tokens_of(180, seed=3), tokens_of(190, seed=4), longer)):
+        assert restarted.generate(f"restarted {i}", text) == SimEngine.expected(text, 4)
+        assert restarted.reset_local()
+    assert restarted.counts["read_bytes"] > 0
+    assert restarted.counts["adopted_tokens"] == 192 + 224
+    assert_at_rest(restarted)
+
+
+def test_keys_of_the_ten_rows_differ_in_kind() -> None:
+    """One prefix, ten groups: as many seeds."""
+    rows = bind(facts(), TABLE)
+    assert len({row.seed for row in rows}) == 10
+    assert {row.rank_rule for row in rows if row.spec.votes} == set(RankRule)
+    positions = np.array([128, 2304], dtype=np.int64)
+    assert all((row.first_needed(positions) <= positions).all() for row in rows)
