@@ -28,7 +28,8 @@ KV_TOKEN_BYTES = 32  # one head of eight K and eight V values, two bytes each
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group: "full", "latent", "window", "chunk", "state", or "ring", which is scratch of one request.
+    """One KV cache group: "full", "latent", "window", "chunk", "state", "mixed" (its first layer latent, the others
+    full), or "ring", which is scratch of one request.
 
     The ranks of a stage hold so many `shards` of it between them, each its own if 0; of a latent group all the same.
     """
@@ -200,6 +201,7 @@ class SimEngine:
             MambaSpec,
             MLAAttentionSpec,
             SlidingWindowSpec,
+            UniformTypeKVCacheSpecs,
         )
 
         page = max(KV_TOKEN_BYTES * group.block_tokens for group in self.groups)
@@ -214,6 +216,15 @@ class SimEngine:
                 spec: Any = FullAttentionSpec(max_tp_shards=group.shards or None, **common)
             elif group.kind == "latent":
                 spec = MLAAttentionSpec(**{**common, "head_size": KV_TOKEN_BYTES // 2})
+            elif group.kind == "mixed":
+                latent = MLAAttentionSpec(**{**common, "head_size": KV_TOKEN_BYTES // 2})
+                spec = UniformTypeKVCacheSpecs(
+                    block_size=group.block_tokens,
+                    kv_cache_specs={
+                        f"g{i}.l{layer}": FullAttentionSpec(**common) if layer else latent
+                        for layer in range(group.layers)
+                    },
+                )
             elif group.kind == "ring":
                 spec = CircularBufferSpec(**common)
             elif group.kind == "window":
@@ -255,7 +266,11 @@ class SimEngine:
 
     def _scheduler(self) -> Any:
         from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.kv_cache_utils import (
+            generate_scheduler_kv_cache_config,
+            get_request_block_hasher,
+            init_none_hash,
+        )
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -266,7 +281,7 @@ class SimEngine:
         scheduler_class = AsyncScheduler if self.asynchronous else Scheduler
         return scheduler_class(
             vllm_config=self.config,
-            kv_cache_config=self.kv_cache_config,
+            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=self.block_tokens,
             hash_block_size=self.hash_block_tokens,
@@ -288,7 +303,8 @@ class SimEngine:
         for g, (group, tensor) in enumerate(
             zip(self.kv_cache_config.kv_cache_groups, self.kv_cache_config.kv_cache_tensors, strict=True)
         ):
-            views = create_kv_cache_views(buffer, group.kv_cache_spec, num_blocks, KVCacheLayout[layout], tensor)
+            spec = self._layer_spec(group)
+            views = create_kv_cache_views(buffer, spec, num_blocks, KVCacheLayout[layout], tensor)
             worker.kv_caches.update(zip(tensor.layers, views, strict=True))
             for layer in range(self.groups[g].layers):
                 worker.pages[g, layer] = np.lib.stride_tricks.as_strided(
@@ -300,8 +316,11 @@ class SimEngine:
         return worker
 
     def _content_bytes(self, group: int) -> int:
-        spec = self.kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        return int(spec.real_page_size_bytes)
+        return int(self._layer_spec(self.kv_cache_config.kv_cache_groups[group]).real_page_size_bytes)
+
+    @staticmethod
+    def _layer_spec(group: Any) -> Any:
+        return getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -505,10 +524,10 @@ class SimEngine:
             start, end = starts[request_id], starts[request_id] + scheduled
             for g, group in enumerate(self.groups):
                 table = tables[request_id][g]
-                shards = group.shards or (1 if group.kind == "latent" else self._ranks_per_stage)
-                alike = max(self._ranks_per_stage // shards, 1)
-                holder = rank // alike * alike
                 for layer in range(0 if group.kind == "ring" else group.layers):
+                    latent = group.kind == "latent" or (group.kind == "mixed" and layer == 0)
+                    alike = max(self._ranks_per_stage // (group.shards or (1 if latent else self._ranks_per_stage)), 1)
+                    holder = rank // alike * alike
                     pages = worker.pages[g, layer]
                     run = self._run_state if group.kind == "state" else self._run_attention
                     run(pages, table, group, tokens, start, end, (g, layer, holder), request_id)

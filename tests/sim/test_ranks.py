@@ -61,6 +61,18 @@ def test_heads_that_ranks_share_are_kept_once_for_each_share(start: Start, tmp_p
     assert served(start(groups, disk(tmp_path), ranks=4), "after restart") == 8 * BLOCKS
 
 
+def test_a_group_with_one_layer_that_differs_is_a_piece_of_each_rank(start: Start, tmp_path: Path) -> None:
+    """Where layers of a group differ, vLLM gives the scheduler the first one's spec: it must not go by that."""
+    groups = [Group("mixed", 8), Group("latent", 8)]
+    engine = start(groups, disk(tmp_path), ranks=2)
+    engine.generate("cold", PROMPT)
+    engine.run()
+    files = Counter(file.parents[1].name for file in tmp_path.rglob("*.kv"))
+    assert files == {"r0": 2 * BLOCKS, "r1": BLOCKS}
+    assert served(engine) == 8 * BLOCKS
+    assert_at_rest(engine)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_memory_keeps_more_of_it(start: Start, ranks: int) -> None:
     def slots(groups: Sequence[Group]) -> int:

@@ -110,7 +110,7 @@ def _hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def _spread(row: BoundRow, workers: Sequence[WorkerFacts], ranks: Ranks) -> int:
     """How many ranks share the slots of a row's units: those that hold the same bytes, where all can reach them."""
-    spread = row.ranks_alike(ranks.per_stage)
+    spread = min(worker.groups[row.group].alike for worker in workers)
     if spread == 1:
         return 1
     for first in range(0, ranks.count, spread):

@@ -23,10 +23,15 @@ from ucmcache.store.memory import MemoryHandle
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """One KV cache group as a worker holds it: bytes of one unit, and canonical text of what shapes them."""
+    """One KV cache group as a worker holds it: bytes of one unit, and canonical text of what shapes them.
+
+    `alike`: how many neighbouring ranks hold the same. Only a worker can tell: where the layers of a group differ, vLLM
+    gives the scheduler the first one's spec for all.
+    """
 
     unit_bytes: int
     content: str
+    alike: int = 1
 
 
 @dataclass(frozen=True)

@@ -114,18 +114,18 @@ class WorkerSide:
 
         Raises UnsupportedModelError for KV of an unknown kind or layout, ConfigError where the memory cannot be had.
         """
+        rows = bind(group_facts(i, group) for i, group in enumerate(self._kv_cache_config.kv_cache_groups))
         groups = {}
-        for group_id, group in enumerate(self._kv_cache_config.kv_cache_groups):
+        for row, group in zip(rows, self._kv_cache_config.kv_cache_groups, strict=True):
             unit = unit_map(kv_caches, group.layer_names, self._kv_cache_config.num_blocks, self._storages)
-            self._units[group_id] = unit
-            groups[group_id] = GroupGeometry(unit.unit_bytes, content_text(group, unit))
-        facts = (group_facts(i, group) for i, group in enumerate(self._kv_cache_config.kv_cache_groups))
-        rows = bind(facts)
+            self._units[row.group] = unit
+            alike = row.ranks_alike(self._ranks.per_stage)
+            groups[row.group] = GroupGeometry(unit.unit_bytes, content_text(group, unit), alike)
         host = self._config.host.of_one_rank(self._ranks.count)
         for kind, nbytes in ((Kind.CHAIN, host.blocks_bytes), (Kind.SNAPSHOT, host.snapshots_bytes)):
-            alike = [row.ranks_alike(self._ranks.per_stage) for row in rows if row.kind is kind]
-            if alike:
-                self._memory[kind] = self._take(kind, nbytes, max(alike) > 1)
+            spreads = [groups[row.group].alike for row in rows if row.kind is kind]
+            if spreads:
+                self._memory[kind] = self._take(kind, nbytes, max(spreads) > 1)
         self._facts = WorkerFacts(groups, self._handles)
 
     @property
