@@ -140,20 +140,26 @@ def cases(draw: st.DrawFn) -> tuple[Prompt, list[BoundRow], Given]:
     unit = draw(st.sampled_from(list(SIZES)))
     rows = draw(bound_rows(SIZES[unit]))
     grid = lcm(*(r.block_tokens for r in rows))
-    num_tokens = draw(st.integers(1, (4 if grid > 100 else 6) * grid + 3))
+    num_tokens = max(draw(st.integers(0, 4 if grid > 100 else 6)) * grid + draw(st.integers(-1, unit + 1)), 1)
     # Where the engine's own cache ends, on the grid or not; the last hashes may not be known yet.
-    local = min(draw(st.integers(0, 3)) * draw(st.sampled_from([grid, unit])), num_tokens - 1)
+    local = min(draw(st.sampled_from([0, 0, 0, unit, grid, grid + unit, 2 * grid])), num_tokens - 1)
     unhashed = min(draw(st.sampled_from([0, 0, 0, 1, 2])), num_tokens // unit)
     p = prompt(num_tokens, unit, local, draw(st.sampled_from([False, False, False, True])), unhashed)
-    ends = [(r.group, end) for r in rows for end in range(r.block_tokens, num_tokens + 1, r.block_tokens)]
-    drawn = draw(st.binary(min_size=len(ends), max_size=len(ends)))
-    ready_below, somewhere_below = draw(st.sampled_from([(245, 250), (200, 250), (256, 256), (128, 192)]))
+    # A byte for each unit, below the first bound in host memory, below the second somewhere; states are fewer.
+    bounds = {
+        Kind.CHAIN: draw(st.sampled_from([(255, 256), (252, 255), (240, 250), (200, 250), (256, 256)])),
+        Kind.SNAPSHOT: draw(st.sampled_from([(40, 60), (128, 160), (230, 250)])),
+        Kind.NONE: (128, 128),
+    }
+    ends = [(r, end) for r in rows for end in range(r.block_tokens, num_tokens + 1, r.block_tokens)]
     given_ = Given()
-    for at, byte in zip(ends, drawn, strict=True):
+    for (r, end), byte in zip(ends, draw(st.binary(min_size=len(ends), max_size=len(ends))), strict=True):
+        ready_below, somewhere_below = bounds[r.kind]
         if byte < somewhere_below:
-            given_.at[at] = Presence.READY if byte < ready_below else (Presence.PENDING, Presence.STORED)[byte % 2]
+            here = byte < ready_below
+            given_.at[r.group, end] = Presence.READY if here else (Presence.PENDING, Presence.STORED)[byte % 2]
         else:
-            given_.fates[at] = FATES[byte % len(FATES)]
+            given_.fates[r.group, end] = FATES[byte % len(FATES)]
     return p, rows, given_
 
 
