@@ -16,7 +16,7 @@ demo: venv ## Restart an engine and see what the restart cost
 	.venv/bin/ucmcache demo $(ARGS)
 
 test: venv ## Run the tests, some of them on a real vLLM engine
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 $(ARGS)
 
 lint: venv ## Check style and types
 	.venv/bin/python -m ruff check .

@@ -16,7 +16,10 @@ MODELS = ["llama", "gemma3", "gpt-oss", "lfm2", "qwen3-next"]
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [*((shape, 1) for shape in MODELS), ("qwen3-next", 2)])
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [*((shape, 1) for shape in MODELS), pytest.param("qwen3-next", 2, marks=pytest.mark.ranks)],
+)
 def test_cold_external_local_and_restarted_agree(
     shape: str, ranks: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
