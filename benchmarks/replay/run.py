@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from replay.baselines import Baseline, Clock
 from replay.traces import BLOCK_TOKENS, Trace
 from ucmcache.coordinator.binding import GroupFacts, bind
-from ucmcache.coordinator.coordinator import Claims, Coordinator
+from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.hit import Hit, Prompt
+from ucmcache.coordinator.joint import Claims
 from ucmcache.keys import UnitKey
 from ucmcache.store.arena import ArenaPlan, Owner
 from ucmcache.store.block import BlockStore
@@ -161,7 +162,7 @@ class _Replay:
         self._claims: Claims = {}
         self._states = _States(state_slots, policy)
         self._coordinator = Coordinator(rows, self._blocks, self._states, keep.interval_tokens)
-        self._states.saved_tokens = self._coordinator.lineage.saved_tokens
+        self._states.saved_tokens = self._coordinator.joint.lineage.saved_tokens
         self._states.on_evicted = self._evicted
         self._number = 0
         self._trigger_of: dict[bytes, str] = {}

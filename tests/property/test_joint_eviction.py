@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucmcache.coordinator.binding import GroupFacts, bind
-from ucmcache.coordinator.coordinator import Claims, Coordinator
+from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.hit import Prompt
+from ucmcache.coordinator.joint import Claims
 from ucmcache.coordinator.pressure import Pressure
 from ucmcache.coordinator.retention import Trigger
 from ucmcache.store.arena import ArenaPlan
@@ -235,9 +236,7 @@ def test_the_work_of_an_eviction_does_not_grow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LeafClock, "_is_free_leaf", look)
     monkeypatch.setattr(Pressure, "_push", push)
     cache = Cache(60, 400)
-    cache.blocks.on_full = lambda: cache.coordinator._pressure.relieve(
-        cache.coordinator._frees_blocks, cache.states.give_up
-    )
+    cache.blocks.on_full = cache.coordinator.joint.relieve
     counts = []
     for half in range(2):
         steps.clear()

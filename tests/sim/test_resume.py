@@ -89,8 +89,8 @@ def assert_at_rest(engine: SimEngine) -> None:
     assert side.coordinator.blocks.pinned_slots == side.coordinator.states.pinned_slots == 0
     # No request is left, so what is needed is needed by kept states alone.
     coordinator = side.coordinator
-    paths = sum(coordinator.lineage.steps(prefix) for prefix in coordinator.lineage)
-    for group in coordinator._whole:
+    paths = sum(coordinator.joint.lineage.steps(prefix) for prefix in coordinator.joint.lineage)
+    for group in coordinator.joint.whole:
         assert sum(coordinator.blocks._needs[group].values()) == paths
     assert engine.reset_local()
     assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
@@ -261,14 +261,14 @@ def test_full_host_memory_strands_no_state(start: Start, mix: str) -> None:
 def assert_nothing_stranded(engine: SimEngine) -> None:
     """Every kept state has all blocks before it."""
     coordinator = engine.side.coordinator
-    for prefix in coordinator.lineage:
+    for prefix in coordinator.joint.lineage:
         at = prefix
         while at:
-            state = coordinator.lineage._states[at]
-            for group in coordinator._whole:
+            state = coordinator.joint.lineage._states[at]
+            for group in coordinator.joint.whole:
                 assert (coordinator.blocks.presence(group, state.path) == Presence.READY).all(), (prefix, at)
             at = state.anchor
-        for group, prefixes in coordinator._windows_of.get(prefix, ()):
+        for group, prefixes in coordinator.joint.windows_of.get(prefix, ()):
             assert (coordinator.blocks.presence(group, prefixes) == Presence.READY).all()
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ucmcache.coordinator.coordinator import Claims
 from ucmcache.coordinator.hit import Hit
+from ucmcache.coordinator.joint import Claims
 from ucmcache.coordinator.retention import Trigger
 from ucmcache.keys import UnitKey
 

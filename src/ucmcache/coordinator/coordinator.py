@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +10,7 @@ import numpy as np
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
-from ucmcache.coordinator.lineage import Lineage
-from ucmcache.coordinator.pressure import Pressure
+from ucmcache.coordinator.joint import Claims, JointEviction
 from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import Kind
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
@@ -29,22 +26,6 @@ class Placed(NamedTuple):
 
     key: UnitKey
     column: int
-
-
-@dataclass(slots=True)
-class Claim:
-    """The blocks of one group that a request at work needs to stay: from column `first` on, by prefix."""
-
-    first: int
-    prefixes: list[bytes] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """The column behind the last."""
-        return self.first + len(self.prefixes)
-
-
-Claims = dict[int, Claim]  # by group
 
 
 class Coordinator:
@@ -65,26 +46,13 @@ class Coordinator:
         self.directory = CheckpointDirectory(self.rows, states)
         self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
         self.retention = Retention(interval_tokens, max(self.grid_tokens, 1))
-        chains = [row for row in self.rows if row.kind is Kind.CHAIN]
-        whole = [row for row in chains if row.is_whole]
+        self.joint = JointEviction(self.rows, blocks, states, self.grid_tokens)
         self._snapshots = [row.group for row in self.rows if row.kind is Kind.SNAPSHOT]
-        self._whole_rows = whole
-        self._whole = [row.group for row in whole] if self._snapshots else []
-        self._windows = [row for row in chains if not row.is_whole] if self._snapshots else []
-        self._windows_of: dict[bytes, list[tuple[int, Sequence[bytes]]]] = {}  # by prefix of a kept state
-        step = gcd(*(row.block_tokens for row in whole), self.grid_tokens)
-        self.lineage = Lineage(step, self._on_path)
-        self._pressure = Pressure()
-        self._bytes_a_step = sum(self._unit_bytes(row) * step / row.block_tokens for row in whole)
-        self._state_bytes = sum(self._unit_bytes(row) for row in self.rows if row.kind is Kind.SNAPSHOT)
-        blocks.whole_chains = frozenset(row.group for row in whole)
-        blocks.on_full = lambda: self._pressure.relieve(self._frees_blocks, states.give_up)
-        states.on_gone = self._gone
 
     def junction(self, hit: Hit) -> int:
         """Where a prompt leaves the path that others went before it, if no state is kept there; else 0."""
         behind = hit.chain_tokens > hit.resume_tokens and "late" not in hit.lost
-        return hit.chain_tokens if behind and any(row.kind is Kind.SNAPSHOT for row in self.rows) else 0
+        return hit.chain_tokens if behind and self._snapshots else 0
 
     def keep(self, prompt: Prompt, position_tokens: int, trigger: Trigger) -> None:
         """If the states at a position are in host memory, or on their way there, know what they are kept for."""
@@ -93,47 +61,19 @@ class Coordinator:
             self.states.presence(group, [prefix])[0] not in _HERE for group in self._snapshots
         ):
             return
-        if prefix not in self.lineage and self._windows:
-            held = self._windows_of[prefix] = [
-                (row.group, self._window_prefixes(prompt, row, position_tokens)) for row in self._windows
-            ]
-            for group, prefixes in held:
-                self.blocks.need([group], prefixes)
-        self._revalue(self.lineage.add(prompt, position_tokens, trigger))
+        self.joint.keep(prompt, position_tokens, trigger)
 
     def claim(self, claims: Claims, prompt: Prompt, computed_tokens: int) -> None:
-        """The blocks that a state at `computed_tokens` would be resumed with are needed until the request settles.
-
-        So neither its own later blocks nor others push them out before that state is there.
-        """
-        for row in self._whole_rows + self._windows if self._snapshots else ():
-            size = row.block_tokens
-            first = 0 if row.is_whole else self._window_start(row, computed_tokens)
-            last = min(computed_tokens, prompt.hashed_tokens) // size
-            claim = claims.setdefault(row.group, Claim(first))
-            end = max(claim.end, first)
-            if claim.end < first <= last:
-                self._release([row.group], claim.prefixes)
-                claim.first, claim.prefixes = first, []
-            if last > end:
-                fresh = prompt.prefixes(end * size, last * size, size)
-                self.blocks.need([row.group], fresh)
-                claim.prefixes += fresh
-            if claim.first < first:
-                behind = first - claim.first
-                self._release([row.group], claim.prefixes[:behind])
-                claim.first, claim.prefixes = first, claim.prefixes[behind:]
+        """The blocks that a state at `computed_tokens` would be resumed with are needed until the request settles."""
+        self.joint.claim(claims, prompt, computed_tokens)
 
     def settle(self, claims: Claims) -> None:
         """A request is over, or starts over: what it claimed is needed by others, or not."""
-        for group, claim in claims.items():
-            self._release([group], claim.prefixes)
-        claims.clear()
+        self.joint.settle(claims)
 
     def resumed(self, prefix: bytes) -> tuple[Trigger, bool] | None:
         """A request resumes from a state: why it was kept, and whether it was never read before. None if not kept."""
-        self._pressure.touch(prefix)
-        return self.lineage.read(prefix)
+        return self.joint.used(prefix)
 
     def pass_over(self, prompt: Prompt, position_tokens: int, cause: str) -> None:
         """The states at a position could be kept and are not: remembered, to name the cause of a later loss."""
@@ -142,63 +82,13 @@ class Coordinator:
 
     def demote(self, prefix: bytes) -> None:
         """The states of a prefix are no end any more: a later one of the same request took their place."""
-        self._revalue(self.lineage.demote(prefix))
+        self.joint.demote(prefix)
 
     def clear(self, namespace: bytes) -> None:
         """Forget everything and go on under another namespace."""
         self.blocks.clear(namespace)
         self.states.clear(namespace)
-        self.lineage.clear()
-        self._pressure.clear()
-        self._windows_of.clear()
-
-    def _revalue(self, worths: Mapping[bytes, float]) -> None:
-        for prefix, worth in worths.items():
-            self.states.revalue(prefix, worth)
-            self._offer(prefix)
-
-    def _gone(self, prefix: bytes) -> None:
-        if prefix not in self.lineage:
-            return
-        anchor = self.lineage.anchor(prefix)
-        self._pressure.remove(prefix)
-        self._revalue(self.lineage.remove(prefix))
-        for group, prefixes in self._windows_of.pop(prefix, ()):
-            self._release([group], prefixes)
-        if anchor in self.lineage:
-            self._offer(anchor)  # perhaps nothing builds on it any more
-
-    def _on_path(self, prefixes: Sequence[bytes], held: bool) -> None:
-        if held:
-            self.blocks.need(self._whole, prefixes)
-        else:
-            self._release(self._whole, prefixes)
-
-    def _release(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> None:
-        self.blocks.release(groups, prefixes)
-        for prefix in prefixes:
-            if prefix in self.lineage:
-                self._offer(prefix)  # perhaps its blocks are needed by nothing else any more
-
-    def _offer(self, prefix: bytes) -> None:
-        size = self._bytes_a_step * self.lineage.steps(prefix) + self._state_bytes
-        # Neither the exponent nor the weights of a state's own worth: with blocks to pay for, they cost hits.
-        self._pressure.offer(prefix, self.lineage.saved_tokens(prefix) / size)
-
-    def _frees_blocks(self, prefix: bytes) -> bool:
-        return self.lineage.is_leaf(prefix) and all(self.blocks.needs(group, prefix) <= 1 for group in self._whole)
-
-    def _window_prefixes(self, prompt: Prompt, row: BoundRow, position_tokens: int) -> Sequence[bytes]:
-        size = row.block_tokens
-        return prompt.prefixes(self._window_start(row, position_tokens) * size, position_tokens, size)
-
-    @staticmethod
-    def _window_start(row: BoundRow, position_tokens: int) -> int:
-        return int(row.first_needed(np.array([position_tokens]))[0]) // row.block_tokens
-
-    def _unit_bytes(self, row: BoundRow) -> int:
-        store = self.states if row.kind is Kind.SNAPSHOT else self.blocks
-        return next(arena.plan.slot_bytes for arena in store.arenas if row.group in arena.plan.groups)
+        self.joint.clear()
 
     def store_of(self, key: UnitKey) -> BlockStore | SnapshotStore:
         """The store that indexes a key's kind."""
