@@ -107,6 +107,30 @@ def test_rows_that_cannot_be_had_are_named(package: Path, rows: str, message: st
     assert message in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("last_line", "error"), [("1 / 0", "ZeroDivisionError"), ("register(SpecRow('X', 0, ''))", "not accepted")]
+)
+def test_rows_that_failed_leave_nothing_behind(package: Path, last_line: str, error: str) -> None:
+    """The next try says the same, and with the mistake gone it succeeds."""
+    file = package / "strided_model" / "rows.py"
+    file.write_text(f"{(right := file.read_text())}\n{last_line}\n")
+    code = f"""
+from pathlib import Path
+from ucmcache.coordinator.spec import SPEC_TABLE, load_rows
+sys.dont_write_bytecode = True
+for _ in range(3):
+    try:
+        load_rows(["strided_model.rows"])
+        print("loaded", "StridedWindowSpec" in SPEC_TABLE)
+    except Exception as error:
+        print({error!r} in str(error), "StridedWindowSpec" in SPEC_TABLE)
+    if _:
+        Path("strided_model/rows.py").write_text({right!r})
+"""
+    done = run(package, code)
+    assert done.stdout.splitlines() == ["True False", "True False", "loaded True"], done.stderr
+
+
 def test_an_engine_with_the_row_resumes(package: Path, tmp_path: Path) -> None:
     """Both roles of the connector load the modules that the configuration names."""
     settings = json.loads(block('{"spec_modules"'))

@@ -161,6 +161,11 @@ def row_with(**changes: Any) -> SpecRow:
     [
         ({"spec_class": "New Spec"}, "name of a class"),
         ({"why": " "}, "why must say"),
+        ({"kind": "none", "reach": None}, "kind must be a Kind"),
+        ({"rank_rule": "union"}, "rank_rule must be a RankRule"),
+        ({"access_unit": "window"}, "access_unit must be an AccessUnit"),
+        ({"figures": "window_tokens"}, "figures must be a tuple of names"),  # as with a forgotten comma
+        ({"reach": 0}, "reach must be a function"),
         ({"reach": None}, "a CHAIN row needs reach"),
         ({"kind": Kind.SNAPSHOT}, "only a CHAIN row has reach"),
         ({"kind": Kind.NONE}, "only a CHAIN row has reach"),
@@ -277,9 +282,11 @@ def test_a_block_of_a_compressed_cache_holds_whole_groups(tokens: int | Fraction
 
     full = attention("FullAttentionSpec")
     assert text_of(group_of(full, attention("MLAAttentionSpec", tokens_per_state=tokens)))
-    cut = attention("MLAAttentionSpec", tokens_per_state=3)
-    with pytest.raises(UnsupportedModelError, match=r"layer1 ends within a group .*block_size 8, tokens_per_state 3"):
-        text_of(group_of(full, cut))
+    for tokens_cut in (3, Fraction(3, 2)):
+        cut = attention("MLAAttentionSpec", tokens_per_state=tokens_cut)
+        message = rf"layer1 ends within a group .*block_size 8, tokens_per_state {tokens_cut}\)"
+        with pytest.raises(UnsupportedModelError, match=message):
+            text_of(group_of(full, cut))
 
 
 def test_layers_that_share_anothers_blocks_change_nothing() -> None:
@@ -474,6 +481,39 @@ def test_what_a_real_group_says_of_itself(options: dict[str, Any], spec_values: 
     row = SpecRow(name, Kind.CHAIN, "a test", reach=SPEC_TABLE["FullAttentionSpec"].reach)
     [bound] = bind([group_facts(0, group_of(spec, **options))], {name: row})
     assert bound.kind is kind
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_row_that_keeps_nothing_of_what_the_engine_caches_is_refused(
+    table: dict[str, SpecRow], monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """Else the engine would take the blocks that a load left empty for the prefix's own."""
+    from tests.connector.test_layout import attention, group_of
+    from ucmcache.connector.layout import group_facts
+
+    class ScratchSpec(type(attention("FullAttentionSpec"))):  # type: ignore[misc]
+        """As a plugin may define one."""
+
+        cached = True
+
+        @property
+        def prefix_cacheable(self) -> bool:
+            return self.cached
+
+    monkeypatch.setattr("ucmcache.connector.layout.SPEC_TABLE", table)
+    source = {"access_unit": AccessUnit.FOLLOWER, "source": "FullAttentionSpec"} if follows else {}
+    register(row_with(spec_class="ScratchSpec", kind=Kind.NONE, reach=None, **source))
+    full = attention("FullAttentionSpec")
+    scratch = ScratchSpec(block_size=8, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=full.dtype)
+    for group in (group_of(scratch), group_of(scratch, scratch)):
+        monkeypatch.setattr(ScratchSpec, "cached", True)
+        with pytest.raises(
+            UnsupportedModelError, match=r"group 1 \(ScratchSpec\): .* let the spec's prefix_cacheable be"
+        ):
+            bind([group_facts(0, group_of(full)), group_facts(1, group)], table)
+        monkeypatch.setattr(ScratchSpec, "cached", False)
+        rows = bind([group_facts(0, group_of(full)), group_facts(1, group)], table)
+        assert [row.kind for row in rows] == [Kind.CHAIN, Kind.NONE]
 
 
 # -- how far back a resume reaches ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -68,6 +69,14 @@ class Storages:
         return self._by_address[address]
 
 
+# After a load the engine marks the blocks of every group that it caches as filled, those of silent rows too.
+_UNFILLED = (
+    "its row keeps nothing of it (kind NONE), but the engine caches its blocks (prefix_cacheable is True), and would "
+    "give later requests blocks that no load has filled; if no later request reads them, let the spec's "
+    "prefix_cacheable be False, else give the row another kind"
+)
+
+
 def layer_specs(spec: Any, layer_names: Sequence[str]) -> dict[str, Any]:
     """Each layer's own spec; a group of uniform type keeps one per layer, any other shares one."""
     per_layer = getattr(spec, "kv_cache_specs", None)
@@ -80,17 +89,20 @@ def group_facts(group_id: int, group: Any, content: str = "") -> GroupFacts:
     layers = list(layer_specs(spec, group.layer_names).values()) or [spec]
     first = layers[0]
     shards = [1 if getattr(one, "tp_replicated", False) else getattr(one, "max_tp_shards", None) or 0 for one in layers]
+    cacheable = bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True))
+    row = SPEC_TABLE.get(type(first).__name__)
+    unfilled = _UNFILLED if cacheable and row is not None and not row.votes else ""
     return GroupFacts(
         group=group_id,
         spec_class=type(first).__name__,
         block_tokens=int(spec.block_size),
         spec=first,
         content=content,
-        cacheable=bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True)),
+        cacheable=cacheable,
         draft=bool(getattr(group, "is_eagle_group", False)),
         others=frozenset(type(one).__name__ for one in layers) - {type(first).__name__},
         tp_shards=max(shards) if all(shards) else None,
-        refusal=HOST_POOL if getattr(group, "host_resident", False) else "",
+        refusal=HOST_POOL if getattr(group, "host_resident", False) else unfilled,
     )
 
 
@@ -168,11 +180,12 @@ def content_text(group: Any, unit: UnitMap) -> str:
     return "\n".join([*lines, ",".join(str(region.nbytes) for region in unit.regions)])
 
 
-def _tokens_per_state(spec: Any) -> int:
+def _tokens_per_state(spec: Any) -> int | Fraction:
     try:
-        return max(int(spec.tokens_per_state), 1)  # less is several states a token, or one in all
+        tokens: int | Fraction = spec.tokens_per_state
     except (AttributeError, NotImplementedError):  # as in vLLM's base class
         return 1
+    return tokens if tokens > 0 else 1  # a negative one is one state for all tokens
 
 
 def _check_layers(specs: Mapping[str, Any]) -> None:

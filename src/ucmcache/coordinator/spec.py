@@ -83,6 +83,11 @@ class SpecRow:
     def __post_init__(self) -> None:
         follows = self.access_unit is AccessUnit.FOLLOWER
         wrong = {
+            "kind must be a Kind, such as Kind.CHAIN": not isinstance(self.kind, Kind),
+            "rank_rule must be a RankRule, such as RankRule.UNION": not isinstance(self.rank_rule, RankRule),
+            "access_unit must be an AccessUnit, such as AccessUnit.ROW": not isinstance(self.access_unit, AccessUnit),
+            'figures must be a tuple of names, such as ("sliding_window",)': not isinstance(self.figures, tuple),
+            "reach must be a function": self.reach is not None and not callable(self.reach),
             "spec_class must be the name of a class": not self.spec_class.isidentifier(),
             "why must say in a sentence what the row rests on": not self.why.strip(),
             "a CHAIN row needs reach": self.kind is Kind.CHAIN and self.reach is None,
@@ -257,6 +262,7 @@ def load_rows(modules: Sequence[str]) -> None:
 
 
 def _load(what: str, load: Callable[[], object], call: bool = False) -> None:
+    before = dict(SPEC_TABLE)
     try:
         found = load()
         if call and not callable(found):
@@ -264,9 +270,17 @@ def _load(what: str, load: Callable[[], object], call: bool = False) -> None:
         if call:
             found()  # type: ignore[operator]
     except ConfigError as error:
+        _restore(before)
         raise ConfigError(f"{what} registers a row that is not accepted: {error}") from error
     except Exception as error:
+        _restore(before)
         raise ConfigError(
             f"{what} cannot be imported ({type(error).__name__}: {error}); accepted are modules that this process can "
             "import, and functions in them — install the package where the engine runs, or take the name out"
         ) from error
+
+
+def _restore(before: Mapping[str, SpecRow]) -> None:
+    # A module that failed is imported anew the next time, and its first rows would be duplicates of themselves.
+    SPEC_TABLE.clear()
+    SPEC_TABLE.update(before)
