@@ -10,7 +10,8 @@ import ast
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.engine import SimEngine
+from tests.sim.engine import SimEngine, WrongBytesError
 from tests.sim.test_resume import Start, assert_at_rest, start
 from tests.sim.test_resume import prompt_of as tokens_of
-from tests.sim.x_hybrid import ENGINE_GROUPS, GROUPS, LAYERS, STAGES, TABLE, TENSOR_RANKS, XHybrid, facts, prompt_of
+from tests.sim.x_hybrid import (
+    ENGINE_GROUPS,
+    GROUPS,
+    HASH_TOKENS,
+    LAYERS,
+    PARTS,
+    STAGES,
+    TABLE,
+    TENSOR_RANKS,
+    XHybrid,
+    XHybridEngine,
+    facts,
+    prompt_of,
+)
 from ucmcache.coordinator.binding import bind
-from ucmcache.coordinator.hit import resolve_hit
-from ucmcache.coordinator.spec import AccessUnit, Kind, RankRule
+from ucmcache.coordinator.hit import Prompt, resolve_hit
+from ucmcache.coordinator.spec import SPEC_TABLE, AccessUnit, Kind, RankRule, register
 from ucmcache.errors import UnsupportedModelError
-from ucmcache.keys import physical_id
+from ucmcache.keys import BlockKey, physical_id
 
 __all__ = ["start"]
 
@@ -134,6 +148,19 @@ def test_closed_loop_1_classification_is_complete() -> None:
     for name in TABLE:
         with pytest.raises(UnsupportedModelError, match=name):
             bind(facts(), {other: row for other, row in TABLE.items() if other != name})
+    # With all of it kept up to 2,304 tokens: at any position before, at that one alone, or no matter where.
+    model, whole = XHybrid(), prompt_of(2304)
+    for name in ("XMla", "XCsa", "XSwa"):
+        model.keep_chain(name, whole, 2304)
+    for name in ("XMamba2", "XKda"):
+        model.keep_states(name, whole, [2304])
+    for row, length in itertools.product(model.rows.values(), (1, 128, 129, 640, 2304, 2305, 3000)):
+        size = max(row.block_tokens, HASH_TOKENS)  # by itself, a state after any token would need a hash for any
+        served = resolve_hit(
+            prompt_of(length), [replace(row, block_tokens=size)], model.blocks, model.states
+        ).resume_tokens
+        chain, state = min((length - 1) // size * size, 2304), 2304 * (length > 2304)
+        assert served == {Kind.CHAIN: chain, Kind.SNAPSHOT: state, Kind.NONE: 0}[row.kind]
 
 
 @settings(max_examples=30, deadline=None)
@@ -188,29 +215,53 @@ def test_closed_loop_3_decision_is_one_pure_function(monkeypatch: pytest.MonkeyP
     assert (hits[0].chain_tokens, hits[0].resume_tokens) == (2432, 2304)
     # Once for each of three answers, and once more where the cause of a loss is looked for.
     assert max(asked.values()) <= 6
+    asked.clear()
+    assert not resolve_hit(prompt_of(2305), coordinator.rows, model.blocks, coordinator.directory).lost
+    assert set(asked.values()) == {1}
+    assert {group for group, _ in asked} == {row.group for row in coordinator.rows}
     assert model.blocks.pinned_slots == model.states.pinned_slots == 0
 
 
-def test_closed_loop_4_what_was_loaded_is_the_requests_own(start: Start) -> None:
-    """Between the promise and the end of its load everything else is evicted: the request reads its own copy."""
-    engine = start(ENGINE_GROUPS, {"host": {"blocks": "24MiB", "snapshots": "24MiB"}}, max_step_tokens=512)
-    prompt = tokens_of(130)
-    expected = SimEngine.expected(prompt, 4)
-    assert engine.generate("cold", prompt) == expected
+@pytest.mark.usefixtures("rows_of_the_model")
+def test_closed_loop_4_what_was_loaded_is_the_requests_own(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From promise to load a request's units are pinned, then it has copies. All else is wiped at each step."""
+    engine = XHybridEngine(hybrid, ROOMY, num_blocks=100, max_step_tokens=256)
+    prompt = tokens_of(1100)
+    expected = SimEngine.expected(prompt, 8)
+    assert engine.generate("cold", prompt, 8) == expected
     assert engine.reset_local()
-    engine.add("warm", prompt)
-    coordinator = engine.side.coordinator
+    schedule, pinned = engine.scheduler.schedule, []
+
+    def schedule_and_wipe() -> Any:
+        output = schedule()
+        coordinator = engine.side.coordinator
+        pinned.append(coordinator.blocks.pinned_slots + coordinator.states.pinned_slots)
+        wipe(engine)
+        return output
+
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule_and_wipe)
+    engine.add("warm", prompt, 8)
     for _ in range(50):
         engine.step()
-        if engine.counts.get("loaded_tokens"):
+        if counted(engine, "loaded_tokens"):
             break
-    for store in (coordinator.blocks, coordinator.states):
-        for arena in store.arenas:
-            for slot in range(arena.plan.slots):
-                arena.evict(slot)
+    assert max(pinned) == 8 + 8 + 4 + 2  # blocks of the two whole chains and of the window, states
+    assert len(engine.outputs["warm"]) < 8
     engine.run()
     assert engine.outputs["warm"] == expected
-    assert engine.counts["adopted_tokens"] == 128
+    assert counted(engine, "adopted_tokens") == 1024
+    assert_at_rest(engine)
+    engine.close()
+
+
+def wipe(engine: SimEngine) -> None:
+    """Evict whatever is not in use, and overwrite where it was."""
+    coordinator = engine.side.coordinator
+    for arena in (*coordinator.blocks.arenas, *coordinator.states.arenas):
+        for slot in range(arena.plan.slots):
+            if arena.evict(slot):
+                for worker in engine.ranks:
+                    worker.connector._worker._slots[arena.plan.groups[0]].row(slot)[:] = 0xEE
 
 
 def test_closed_loop_5_a_new_kind_is_a_row() -> None:
@@ -265,3 +316,108 @@ def test_keys_of_the_ten_rows_differ_in_kind() -> None:
     assert {row.rank_rule for row in rows if row.spec.votes} == set(RankRule)
     positions = np.array([128, 2304], dtype=np.int64)
     assert all((row.first_needed(positions) <= positions).all() for row in rows)
+
+
+# -- the same with all its ranks: TP=8, PP=2, blocks of 128 and 64 tokens ----------------------------------------------
+
+ROOMY = {"host": {"blocks": "64MiB", "snapshots": "2MiB"}}
+
+
+@pytest.fixture
+def rows_of_the_model() -> Iterator[None]:
+    """The ten rows, registered as an integrator's module does it, for one test."""
+    before = dict(SPEC_TABLE)
+    for row in TABLE.values():
+        register(row)
+    yield
+    SPEC_TABLE.clear()
+    SPEC_TABLE.update(before)
+
+
+def counted(engine: SimEngine, name: str) -> int:
+    return int(engine.counts.get(name, 0))
+
+
+@pytest.mark.usefixtures("rows_of_the_model")
+def test_figure_13_in_an_engine_of_sixteen_ranks(hybrid: Path) -> None:
+    """What a request for 3,000 tokens left is cut back to figure 13; the next one resumes at 2,304, byte for byte."""
+    engine = XHybridEngine(hybrid, ROOMY, num_blocks=100, max_step_tokens=256)
+    tokens = tokens_of(3000)
+    engine.add("cold", tokens)
+    hashes = engine.requests["cold"].block_hashes
+    engine.run()
+    assert engine.reset_local()
+    prompt, coordinator = Prompt(3000, list(hashes[: 3000 // 64]), 64), engine.side.coordinator
+    # Checkpoints where steps of 256 tokens ended, and at the prompt's end.
+    assert coordinator.directory.positions(prompt, 128) == [*range(256, 2817, 256), 2944]
+    for position in (2560, 2816, 2944):
+        assert coordinator.states.give_up(prompt.prefix(position))
+    for group, held in ((0, 2560), (1, 2432)):
+        (arena,) = (arena for arena in coordinator.blocks.arenas if group in arena.plan.groups)
+        for end in range(held + 128, 2945, 128):
+            slot = coordinator.blocks.slot(BlockKey(group, prompt.prefix(end), end))
+            assert slot is not None
+            assert arena.evict(slot)
+    hit = coordinator.lookup(prompt)
+    assert (hit.chain_tokens, hit.resume_tokens, hit.lost) == (2432, 2304, {"not_offered": 128})
+    assert "adopted_tokens" not in engine.counts
+    assert engine.generate("resumed", tokens) == SimEngine.expected(tokens, 4)
+    assert (counted(engine, "chain_tokens"), counted(engine, "adopted_tokens")) == (2432, 2304)
+    assert_at_rest(engine)
+    engine.close()
+
+
+@pytest.mark.usefixtures("rows_of_the_model")
+def test_sixteen_ranks_cold_resumed_evicted_and_restarted(hybrid: Path, tmp_path: Path) -> None:
+    disk = {**ROOMY, "backend": {"url": tmp_path.as_uri()}}
+    engine = XHybridEngine(hybrid, disk, num_blocks=160, max_step_tokens=256)
+    texts = [tokens_of(1100, seed=seed) for seed in range(4)]
+    for i, text in enumerate(texts):
+        assert engine.generate(f"cold {i}", text) == SimEngine.expected(text, 4)
+    assert engine.reset_local()
+    # Together in one batch, each from its own bytes; then a turn more.
+    for i, text in enumerate(texts):
+        engine.add(f"resumed {i}", text)
+    engine.run()
+    assert all(engine.outputs[f"resumed {i}"] == SimEngine.expected(text, 4) for i, text in enumerate(texts))
+    assert counted(engine, "adopted_tokens") == 4 * 1024
+    longer = [*texts[0], *SimEngine.expected(texts[0], 4), *tokens_of(300, seed=9)]
+    assert engine.reset_local()
+    assert engine.generate("longer", longer) == SimEngine.expected(longer, 4)
+    assert counted(engine, "adopted_tokens") == 5 * 1024
+    assert_at_rest(engine)
+    engine.close()
+    # Latents and compressed latents once a stage, the rest once a rank.
+    files = Counter((file.parents[1].name, file.parents[2].name) for file in tmp_path.rglob("*.kv"))
+    blocks, states = 4 * 8 + 2, counted(engine, "saved_states")
+    assert sorted(files.values()) == [blocks + states] * 14 + [3 * blocks + states] * 2
+    # A restarted engine finds all of it, with host memory for two of the texts: what does not fit is read again.
+    little = {**disk, "host": {"blocks": "8MiB", "snapshots": "512KiB"}}
+    restarted = XHybridEngine(hybrid, little, num_blocks=160, max_step_tokens=256)
+    read: list[int] = []
+    for again in range(2):
+        for i, text in enumerate((*texts, longer)):
+            assert restarted.generate(f"restarted {again} {i}", text) == SimEngine.expected(text, 4)
+            assert restarted.reset_local()
+        read.append(counted(restarted, "read_bytes") - sum(read))
+    assert counted(restarted, "adopted_tokens") == 2 * (4 * 1024 + 1280)
+    assert counted(restarted, "evicted_units") > 0
+    assert min(read) > 0
+    assert_at_rest(restarted)
+    restarted.close()
+
+
+@pytest.mark.usefixtures("rows_of_the_model")
+@pytest.mark.parametrize("part", range(len(PARTS)), ids=[part.name for part in PARTS])
+def test_a_wrong_byte_in_any_kind_of_layer_is_seen(hybrid: Path, part: int) -> None:
+    """So the engine above can fail: one byte of one layer of one rank."""
+    engine = XHybridEngine(hybrid, ROOMY, num_blocks=40, max_step_tokens=256)
+    engine.add("one", tokens_of(600), 4)
+    while engine.requests["one"].num_computed_tokens < 600:  # no multiple of 16, so that a group of tokens is open
+        engine.step()
+    column = {"state": 599 // 64, "chain": 3}.get(PARTS[part].kind, 0)
+    block = engine.scheduler.kv_cache_manager.get_block_ids("one")[PARTS[part].group][column]
+    engine.ranks[13].pages[part, 0][block, -1, -1, -1] ^= np.uint64(1 << 56)
+    with pytest.raises(WrongBytesError, match=f"rank 13, {PARTS[part].name}"):
+        engine.run()
+    engine.close()
