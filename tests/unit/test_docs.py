@@ -101,3 +101,14 @@ def test_the_readme_says_of_limited_blocks_what_was_replayed() -> None:
             for together in (True, False)
         }
         assert (joint, best) == (f"{hits[True]:.1f}", f"{hits[False]:.1f}")
+
+
+def test_the_readme_says_of_lookups_what_was_measured() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    measured = json.loads((ROOT / "benchmarks" / "results" / "lookup.json").read_text())
+    goals = {goal["name"]: goal["value"] for goal in measured["goals"]}
+    assert (
+        f"took at most {goals['lookup_1m_s'] * 1e3:.0f} ms, at least {goals['lookup_over_offloading']:.1f} times "
+        f"faster than vLLM's OffloadingConnector and {goals['lookup_over_mooncake']:.0f} times faster" in readme
+    )
+    assert f"at least {goals['repeated_lookup_over_offloading']:.1f} times faster than the former" in readme
