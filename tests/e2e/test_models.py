@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.engine import run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("engines")]
 
 MODELS = ["llama", "gemma3", "gpt-oss", "lfm2", "qwen3-next"]
 Checkpoint = Callable[[str], Path]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.engine import run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ranks]
+pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.xdist_group("engines")]
 
 Checkpoint = Callable[[str], Path]
 
