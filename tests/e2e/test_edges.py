@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.engine import run
 from tests.e2e.scenarios import lone_prompts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.e2e
 Checkpoint = Callable[[str], Path]
 
 

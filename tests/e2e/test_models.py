@@ -10,16 +10,13 @@ import pytest
 
 from tests.e2e.engine import run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.e2e
 
 MODELS = ["llama", "gemma3", "gpt-oss", "lfm2", "qwen3-next"]
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize(
-    ("shape", "ranks"),
-    [*((shape, 1) for shape in MODELS), pytest.param("qwen3-next", 2, marks=pytest.mark.ranks)],
-)
+@pytest.mark.parametrize(("shape", "ranks"), [*((shape, 1) for shape in MODELS), ("qwen3-next", 2)])
 def test_cold_external_local_and_restarted_agree(
     shape: str, ranks: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

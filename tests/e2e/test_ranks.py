@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.engine import run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.e2e
 
 Checkpoint = Callable[[str], Path]
 
