@@ -17,8 +17,8 @@ demo: venv ## Restart an engine and see what the restart cost
 
 test: venv ## Run the tests, some of them on a real vLLM engine
 	@# Engines one after the other: two at once would wait for each other's cores. ARGS may select none of either.
-	.venv/bin/python -m pytest -n 2 -m "not e2e" $(ARGS) || { [ $$? -eq 5 ] && [ -n '$(value ARGS)' ]; }
-	.venv/bin/python -m pytest -m e2e $(ARGS) || { [ $$? -eq 5 ] && [ -n '$(value ARGS)' ]; }
+	.venv/bin/python -m pytest -n 2 -m "not e2e" $(ARGS) || { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
+	.venv/bin/python -m pytest -m e2e $(ARGS) || { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 lint: venv ## Check style and types
 	.venv/bin/python -m ruff check .

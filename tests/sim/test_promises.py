@@ -12,7 +12,8 @@ import pytest
 from tests.sim.engine import VOCAB, SimEngine
 from tests.sim.test_resume import HOST, MIXES, assert_at_rest
 from ucmcache.store import record
-from ucmcache.store.testing import SlowBackend
+from ucmcache.store.breaker import Breaker
+from ucmcache.store.testing import FlakyBackend, SlowBackend
 
 PROMPT = [i * 7 % VOCAB for i in range(70)]
 
@@ -164,5 +165,46 @@ def test_a_lease_ends_with_the_deadline(hybrid: Path, stored: dict[str, Any], ga
     assert not side._lease_ends_s
     engine.run()
     assert engine.outputs["one"] == SimEngine.expected(PROMPT, 4)
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_a_backend_that_keeps_failing_is_left_alone_and_found_again(hybrid: Path, stored: dict[str, Any]) -> None:
+    """After five failures in a row nobody waits for it or calls it; ten seconds later one call finds it well."""
+    engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "1h"})
+    now, calls, broken = [0.0], [0], [True]
+
+    def fails(operation: str) -> bool:
+        calls[0] += operation in ("put", "get_into")
+        return broken[0] and operation in ("put", "get_into")
+
+    worker = engine.ranks[0].connector._worker
+    worker._backend = FlakyBackend(worker._backend, fails)
+    worker._breaker = Breaker(clock=lambda: now[0])
+
+    def adopted(name: str, prompt: list[int]) -> int:
+        before = engine.counts.get("adopted_tokens", 0)
+        assert engine.generate(name, prompt) == SimEngine.expected(prompt, 4)
+        engine.run()
+        assert engine.reset_local()
+        return engine.counts.get("adopted_tokens", 0) - before
+
+    assert adopted("while it fails", [(t + 3) % VOCAB for t in PROMPT]) == 0
+    assert worker._breaker.openings == 1
+    made = calls[0]
+    # Nothing of it is asked for, and nobody waits: what is kept goes into host memory alone.
+    assert adopted("while it is left alone", PROMPT) == 0
+    assert calls[0] == made
+    assert engine.counts["failures/write:breaker"] > 0
+    assert engine.counts["breaker_openings"] == 1
+    # It is well again; the first call that is let through shows it.
+    broken[0], now[0] = False, 10.5
+    assert adopted("the first after that", [(t + 1) % VOCAB for t in PROMPT]) == 0
+    assert calls[0] > made
+    wiped = [arena.evict(slot) for arena in engine.side.coordinator.blocks.arenas for slot in range(arena.plan.slots)]
+    assert any(wiped)
+    read = engine.counts.get("read_bytes", 0)
+    assert adopted("from the backend again", PROMPT) == 64
+    assert engine.counts["read_bytes"] > read
     assert_at_rest(engine)
     engine.close()

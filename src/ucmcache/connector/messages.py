@@ -134,9 +134,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Results since the last report; several ranks' reports are concatenated, the scheduler side counts them."""
 
     results: list[Result] = field(default_factory=list)
+    # By rank, whether its backend is left alone for a while; told when that changes.
+    down: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This report with another rank's results appended."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"a ucmcache report cannot be combined with {type(other).__name__}")
-        return WorkerReport(self.results + other.results)
+        return WorkerReport(self.results + other.results, self.down | other.down)

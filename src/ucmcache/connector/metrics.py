@@ -32,6 +32,7 @@ METRICS: dict[str, str] = {
     "evicted_units": "Units that left host memory to make room.",
     "refused_units": "Units not kept, since host memory was full of units in use.",
     "taken_over_units": "Saves that a rank failed in and another, which has the same bytes, was given.",
+    "breaker_openings": "Times that a rank's backend was left alone for a while, after failing again and again.",
     "late_lookups": "Lookups that stopped waiting for the backend at the promise deadline.",
     "failures": "Failed jobs, by operation and cause.",
 }

@@ -24,6 +24,7 @@ from ucmcache.coordinator.hit import Prompt
 from ucmcache.coordinator.retention import Trigger
 from ucmcache.keys import Namespace, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
+from ucmcache.store.record import FOR_GOOD
 
 # A backend that never answers must not keep an idle engine awake for ever.
 _DRAIN_S = 30.0
@@ -62,6 +63,7 @@ class SchedulerSide:
         self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
         self._lease_ends_s: dict[str, float] = {}  # by request
+        self._down: set[int] = set()  # ranks whose backend is left alone for a while
         self._evicted_seen = 0
         self.counters = Counters()
         self._saving = SavePlanner(
@@ -289,6 +291,10 @@ class SchedulerSide:
     def report(self, report: WorkerReport) -> None:
         """Results of the workers."""
         self._ended(self._jobs.ended(report.results))
+        self._down |= {rank for rank, down in report.down.items() if down}
+        self._down -= {rank for rank, down in report.down.items() if not down}
+        for store in (self._coordinator.blocks, self._coordinator.states):
+            store.backend_answers = not self._down
 
     def _ended(self, phases: Iterable[tuple[Job, Phase, str]]) -> None:
         for job, phase, cause in phases:
@@ -310,13 +316,18 @@ class SchedulerSide:
                 self._lose(tracked, "failed")
 
     def _stage_ended(self, job: Job, cause: str) -> None:
-        if tracked := self._requests.get(job.request_id):
+        tracked = self._requests.get(job.request_id)
+        if tracked is not None:
             tracked.staging = max(tracked.staging - 1, 0)
         for key, slot in job.units:
             store = self._coordinator.store_of(key)
             if cause:
                 store.abort(key, slot, "failed")
-                if job.epoch == self._jobs.epoch:
+                if cause not in FOR_GOOD:
+                    # It may be had later; this request computes rather than to try again and again.
+                    if tracked is not None:
+                        tracked.impatient = True
+                elif job.epoch == self._jobs.epoch:
                     store.set_stored(key, False)  # not asked for again until somebody stores it anew
             else:
                 store.commit(key.group, slot)

@@ -41,6 +41,7 @@ from ucmcache.errors import BackendError, ConfigError, ContractError, RecordErro
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
 from ucmcache.store.backend import Backend, Bucket, open_backend
+from ucmcache.store.breaker import Breaker
 from ucmcache.store.memory import MemoryHandle, SlotMemory, map_shared, take_memory, take_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ _IO_THREADS = 2
 # and a request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT_S = 0.005
 _SHUTDOWN_S = 10.0
+REFUSED = "breaker"  # why a job was not tried: its backend is left alone for a while
 # Few enough that both threads get some, enough that a task's own cost does not count.
 _STAGES_A_TASK = 4
 
@@ -105,6 +107,9 @@ class WorkerSide:
         self._progress = threading.Condition()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
+        self._breaker = Breaker()
+        self._told_down = False
+        self._told_openings = 0
         self.counters = Counters()
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -265,7 +270,12 @@ class WorkerSide:
         results = []
         while self._results:
             results.append(self._results.popleft())
-        return WorkerReport(results) if results else None
+        down = self._breaker.is_open
+        changed = {self._rank: down} if down != self._told_down else {}
+        self._told_down = down
+        self.counters.add("breaker_openings", self._breaker.openings - self._told_openings)
+        self._told_openings = self._breaker.openings
+        return WorkerReport(results, changed) if results or changed else None
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -309,25 +319,38 @@ class WorkerSide:
             self._stage(stage, setup)
 
     def _stage(self, stage: StageJob, setup: Setup | None) -> None:
+        if not self._breaker.allows():
+            self.counters.add("failures", 1, f"stage:{REFUSED}")
+            self._result(stage.job, Phase.STAGED, REFUSED)
+            return
         try:
             payload = self._payload(stage.key, stage.slot)
-            cause = "" if record.read_into(*self._record(stage.key, setup), payload) else "gone"
+            cause = "" if record.read_into(*self._record(stage.key, setup), payload) else record.GONE
             if cause:
-                self.counters.add("failures", 1, "stage:gone")
+                self.counters.add("failures", 1, f"stage:{cause}")
             else:
                 self.counters.add("read_bytes", payload.nbytes)
+            self._breaker.succeeded()
         except RecordError as error:
+            self._breaker.succeeded()  # it answered
             cause = self.counters.failure("stage", error, error.cause)
         except Exception as error:
+            self._breaker.failed()
             cause = self.counters.failure("stage", error)
         self._result(stage.job, Phase.STAGED, cause)
 
     def _write(self, save: SaveJob, setup: Setup | None) -> None:
         cause = ""
+        if not self._breaker.allows():
+            self.counters.add("failures", 1, f"write:{REFUSED}")
+            self._result(save.job, Phase.WRITTEN, REFUSED)
+            return
         try:
             payload = self._payload(save.key, save.copy.slot)
             self.counters.add("written_bytes", record.write(*self._record(save.key, setup), payload))
+            self._breaker.succeeded()
         except Exception as error:
+            self._breaker.failed()
             cause = self.counters.failure("write", error)
         self._result(save.job, Phase.WRITTEN, cause)
 

@@ -8,10 +8,13 @@ schedules or computes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import NamedTuple, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from ucmcache.errors import ConfigError
+
+ENTRY_POINTS = "ucmcache.backends"
 
 Buffer = bytes | bytearray | memoryview
 
@@ -82,9 +85,9 @@ class Backend(Protocol):
 
 
 def open_backend(url: str, capacity_bytes: int | None = None) -> Backend:
-    """The backend that `url`'s scheme names.
+    """The backend that `url`'s scheme names: `file:///absolute/path`, `memory:`, or one that another package offers.
 
-    `file:///absolute/path` and `memory:` are accepted. Raises ConfigError for any other.
+    Those are entry points of the group `ucmcache.backends`, named by their scheme. Raises ConfigError for any other.
     """
     # Imported here, so that a backend's own dependency is needed only where it is used.
     scheme = urlsplit(url).scheme
@@ -96,7 +99,13 @@ def open_backend(url: str, capacity_bytes: int | None = None) -> Backend:
         from ucmcache.store.backends.memory import MemoryBackend
 
         return MemoryBackend(capacity_bytes)
+    offered = entry_points(group=ENTRY_POINTS)
+    for point in offered:
+        if point.name == scheme:
+            backend: Backend = point.load()(url, capacity_bytes)
+            return backend
+    others = "".join(f", {name}: of another package" for name in sorted({point.name for point in offered}))
     raise ConfigError(
-        f'backend.url is "{url}"; accepted are file:///absolute/path and memory: — write the directory as '
-        "file:///absolute/path"
+        f'backend.url is "{url}"; accepted are file:///absolute/path and memory:{others} — write the directory as '
+        "file:///absolute/path, or install the package that offers this scheme"
     )

@@ -31,6 +31,11 @@ _SEED_BYTES = 16
 _FIELDS = struct.Struct("<8sHHQ16sBBBxIQ16s16s64s64s28x")
 
 
+# Why a stored unit is not to be had, and will not be until somebody stores it anew; other failures may pass.
+GONE = "gone"
+FOR_GOOD = frozenset({GONE, "header", "magic", "version", "key", "length", "checksum"})
+
+
 @dataclass(frozen=True, slots=True)
 class RecordKey:
     """Everything that one stored payload answers for.

@@ -78,6 +78,7 @@ class UnitStore:
         self._here = CodeTable(self._arena_of)  # by prefix: PENDING and READY, as the arenas have it
         self._stored = CodeTable(self._arena_of)  # by head of the prefix, which is what an id tells of it: STORED
         self._fates: OrderedDict[Owner, str] = OrderedDict()
+        self.backend_answers = True  # while it does not, what only it has is as good as nowhere
         self.evicted_units = 0
 
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
@@ -91,7 +92,7 @@ class UnitStore:
     def presences(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> Codes:
         """Presence codes of the groups' units (rows) for the prefixes (columns), as uint8; hashes nothing."""
         codes = self._here.find(groups, prefixes)
-        if self._stored:
+        if self._stored and self.backend_answers:
             absent = codes == Presence.ABSENT
             asked = absent.any(axis=0)
             if asked.any():
