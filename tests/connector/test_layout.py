@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ucmcache.connector.layout import Storages, content_text, unit_map
+from ucmcache.connector.layout import Span, Storages, content_text, unit_map
 from ucmcache.connector.messages import UnitCopy
 from ucmcache.connector.transfer import HostTransfer
 from ucmcache.errors import UnsupportedModelError
@@ -92,7 +93,7 @@ def attention_pools(draw: st.DrawFn, layout: str, kind: str) -> Pool:
     elif kind == "kernel blocks":
         spec = FullAttentionSpec(**common)
         kernel_tokens = block_tokens // draw(st.sampled_from([1, 2, 4]))
-        # There vLLM 0.32.0 gives a single layer's heads the stride of whole blocks, past the end of the pool.
+        # There vLLM 0.32.0 gives a single layer's heads the stride of whole blocks, see test_blocks_that_share_bytes.
         assume(layout != "BHLNC" or spec.num_kv_heads == 1 or kernel_tokens == block_tokens)
     else:
         spec = SlidingWindowSpec(sliding_window=5, head_size_v=draw(st.integers(1, 9)), **common)
@@ -251,6 +252,85 @@ def test_the_layouts_are_all_that_vllm_has() -> None:
 def test_a_tensor_without_an_axis_of_blocks_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer odd registered .*10 blocks"):
         unit_map({"odd": torch.empty(shape)}, ["odd"], 10, Storages())
+
+
+@pytest.mark.parametrize(("heads", "ratio"), [(2, 2), (2, 4), (3, 2), (4, 4)])
+def test_blocks_that_share_bytes_are_refused(heads: int, ratio: int) -> None:
+    """BHLNC, one layer, several heads, kernel blocks: vLLM 0.32.0 lays its heads over the next kernel blocks."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=8, num_kv_heads=heads, head_size=4, dtype=torch.float16)
+    pool = engine_pool(spec, "BHLNC", num_blocks=5, layers=1, offset=0, kernel_tokens=8 // ratio)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        pool.views(torch.empty(pool.size_bytes, dtype=torch.int8))
+    # With room behind the pool, as where vLLM rounds its allocation up, there is no such error.
+    views = pool.views(torch.empty(pool.size_bytes + heads * spec.page_size_bytes, dtype=torch.int8))
+    with pytest.raises(UnsupportedModelError, match=r"layer0 registered .* share memory"):
+        unit_map(views, ["layer0"], 5, Storages())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_views_are_refused_or_their_elements_are_apart(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    strides = [data.draw(st.integers(0, 12)) for _ in shape]
+    view = torch.empty(160, dtype=torch.float16).as_strided(shape, strides)
+    elements = torch.arange(160).as_strided(shape, strides)
+    apart = len(set(elements.reshape(-1).tolist())) == elements.numel()
+    try:
+        unit = unit_map({"layer0": view}, ["layer0"], shape[0], Storages())
+    except UnsupportedModelError:
+        # Steps that interlock, as threes between twos, are no layout of an engine: refused too.
+        steps = sorted(step for step, size in zip(strides, shape, strict=True) if size > 1)
+        assert not apart or any(step % inner for inner, step in combinations(steps, 2))
+        return
+    assert apart
+    covered = [
+        region.offset_bytes + block * region.stride_bytes + byte
+        for region in unit.regions
+        for block in range(shape[0])
+        for byte in range(region.nbytes)
+    ]
+    assert sorted(covered) == sorted(2 * element + byte for element in elements.reshape(-1).tolist() for byte in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "regions"), [("LBHNC", 3), ("LBNHC", 3), ("LHBNC", 6), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 6)]
+)
+def test_layers_that_are_neighbours_in_memory_are_one_copy(layout: str, regions: int) -> None:
+    spec = attention("FullAttentionSpec", num_kv_heads=2)
+    pool = engine_pool(spec, layout, num_blocks=5, layers=3, offset=16, kernel_tokens=None)
+    views = pool.views(torch.empty(pool.size_bytes, dtype=torch.int8))
+    unit = unit_map(views, list(views), 5, Storages())
+    assert len(unit.regions) == regions
+    page = spec.page_size_bytes
+    assert unit.spans == {name: Span(i * page, page) for i, name in enumerate(views)}
+
+
+def test_a_follower_may_see_the_shared_memory_in_its_own_way() -> None:
+    """Whole, in parts, as other items or with its axes in another order: the bytes are the source's, and kept once."""
+    source = torch.empty(5, 2, 4, 8, dtype=torch.float16)
+    outside = torch.empty(2, 4, 5, 8, dtype=torch.float16).permute(2, 0, 1, 3)  # a block in eight pieces
+    ways = {
+        "source": source,
+        "same": source,
+        "parts": [source[:, 0], source[:, 1]],
+        "bytes": source.view(torch.uint8).flatten(1),
+        "tokens first": source.transpose(1, 2),
+        "pieces": outside,
+        "pieces in another order": outside.transpose(1, 2),
+    }
+    unit = unit_map(ways, list(ways), 5, Storages())
+    assert unit.spans["parts"] == Span(0, 128, follows="source")
+    assert [span.follows for span in unit.spans.values()] == ["", *["source"] * 4, "", "pieces"]
+    assert unit.unit_bytes == 2 * 128
+
+
+def test_a_state_of_no_bytes_takes_no_room() -> None:
+    states = [torch.empty(5, 3, dtype=torch.float16), torch.empty(5, 0, 4)]
+    unit = unit_map({"a": states, "b": torch.empty(5, 7, dtype=torch.uint8)}, ["a", "b"], 5, Storages())
+    assert unit.spans == {"a": Span(0, 6), "b": Span(6, 7)}
+    assert unit.unit_bytes == 13
 
 
 def test_groups_over_one_memory_share_its_storage() -> None:

@@ -6,7 +6,7 @@ kernel blocks smaller than the manager's. Padding is never part of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
@@ -38,9 +38,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitMap:
-    """All regions of one group's block, in slot order: region i starts where region i-1 ends; no byte twice.
+    """All regions of one group's block, in slot order: region i starts where region i-1 ends.
 
-    `spans` has every layer that this worker holds, in the group's order, at the same offset in every unit.
+    `spans` has every layer that this worker holds, in the group's order, at the same offset in every unit. A region may
+    hold several layers, where they are neighbours in memory too.
     """
 
     regions: tuple[Region, ...]
@@ -111,26 +112,38 @@ def unit_map(layers: Mapping[str, Any], layer_names: Sequence[str], num_blocks: 
 
     A layer's value may be a tensor or a list of state tensors. Layers that this worker does not hold (pipeline stages)
     are skipped, and what layers share (a kv-sharing alias and its source) is in the unit once. Raises
-    UnsupportedModelError for a tensor with no axis of `num_blocks` blocks.
+    UnsupportedModelError for a tensor with no axis of `num_blocks` blocks, or with blocks that share bytes.
     """
     regions: list[Region] = []
     spans: dict[str, Span] = {}
-    first_with: dict[tuple[Region, ...], str] = {}
+    first_with: dict[frozenset[Region], str] = {}
     at = 0
     for name in layer_names:
         value = layers.get(name)
         if value is None:
             continue
         tensors = value if isinstance(value, list | tuple) else [value]
-        found = tuple(region for tensor in tensors for region in _regions(name, tensor, num_blocks, storages))
-        source = first_with.setdefault(found, name)
+        found = _joined(region for tensor in tensors for region in _regions(name, tensor, num_blocks, storages))
+        source = first_with.setdefault(frozenset(found), name)
         if source != name:
             spans[name] = spans[source]._replace(follows=source)
             continue
         spans[name] = Span(at, sum(region.nbytes for region in found))
         at += spans[name].nbytes
         regions += found
-    return UnitMap(tuple(regions), spans)
+    return UnitMap(tuple(_joined(regions)), spans)
+
+
+def _joined(regions: Iterable[Region]) -> list[Region]:
+    """The same bytes in the same order, in as few regions as possible: each is a copy of its own."""
+    joined: list[Region] = []
+    for region in regions:
+        last = joined[-1] if joined else None
+        if last and region == last._replace(offset_bytes=last.offset_bytes + last.nbytes, nbytes=region.nbytes):
+            joined[-1] = last._replace(nbytes=last.nbytes + region.nbytes)
+        else:
+            joined.append(region)
+    return joined
 
 
 def _regions(name: str, tensor: torch.Tensor, num_blocks: int, storages: Storages) -> Iterator[Region]:
@@ -143,8 +156,11 @@ def _regions(name: str, tensor: torch.Tensor, num_blocks: int, storages: Storage
     if tensor.shape[axis] != num_blocks:
         # Kernel blocks subdivide a manager's block evenly, so grouping them is a pure view.
         tensor = tensor.unflatten(axis, (num_blocks, -1))
+    if tensor.numel() == 0:
+        return
     item = tensor.element_size()
     stride = tensor.stride(axis) * item
+    _check_apart(name, tensor)
     inner = [(n, tensor.stride(d) * item) for d, n in enumerate(tensor.shape) if d != axis and n > 1]
     # Merge the axes that are contiguous in memory into one run; what is left is walked.
     run = item
@@ -157,6 +173,19 @@ def _regions(name: str, tensor: torch.Tensor, num_blocks: int, storages: Storage
     for steps in product(*(range(size) for size, _ in outer)):
         shift = sum(step * step_bytes for step, (_, step_bytes) in zip(steps, outer, strict=True))
         yield Region(storage, start + shift, stride, run)
+
+
+def _check_apart(name: str, tensor: torch.Tensor) -> None:
+    # From the innermost axis outwards, each step must clear all that the axes inside it reach.
+    reach = 1
+    for step, size in sorted((tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1):
+        if step < reach:
+            raise UnsupportedModelError(
+                f"layer {name} registered a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} whose "
+                "elements share memory, so the engine itself would mix up its blocks; choose a --block-size that the "
+                "attention backend takes as it is, or another VLLM_KV_CACHE_LAYOUT (such as LBNHC)"
+            )
+        reach += (size - 1) * step
 
 
 def _is_blocks(tensor: torch.Tensor, axis: int, num_blocks: int) -> bool:
