@@ -33,6 +33,8 @@ class Baseline:
     def remove(self, slot: int) -> None:
         self._order.pop(slot, None)
 
+    def idle(self, slot: int) -> None: ...
+
     def revalue(self, slot: int, worth: float) -> None: ...
 
     def victims(self, count: int, evictable: Evictable) -> list[int] | None:
@@ -71,6 +73,8 @@ class Clock:
     def remove(self, slot: int) -> None:
         self._occupied[slot] = 0
         self._referenced[slot] = 0
+
+    def idle(self, slot: int) -> None: ...
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
         slots = len(self._occupied)

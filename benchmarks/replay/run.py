@@ -80,10 +80,10 @@ class _Blocks(UnitStore):
     def _policy(self, plan: ArenaPlan) -> EvictionPolicy:
         return Clock(plan.slots)
 
-    def need(self, groups: Any, prefixes: Any) -> None:
+    def need(self, groups: Any, prefixes: Any, times: int = 1) -> None:
         pass
 
-    def release(self, groups: Any, prefixes: Any) -> None:
+    def release(self, groups: Any, prefixes: Any, times: int = 1) -> None:
         pass
 
     def needs(self, group: int, prefix: bytes) -> int:

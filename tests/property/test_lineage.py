@@ -62,8 +62,8 @@ ACTIONS = st.one_of(
 def test_worths_are_true_whoever_comes_and_goes(actions: list[tuple[str, str, Trigger | None]]) -> None:
     paths: Counter[bytes] = Counter()  # prefix -> how many states' own paths it is on
 
-    def on_path(prefixes: Sequence[bytes], held: bool) -> None:
-        (paths.update if held else paths.subtract)(prefixes)
+    def on_path(prefixes: Sequence[bytes], more: int) -> None:
+        paths.update(dict.fromkeys(prefixes, more))
         assert min(paths.values(), default=0) >= 0
 
     lineage, model = Lineage(GRID, on_path), Model({})
@@ -92,7 +92,7 @@ def test_worths_are_true_whoever_comes_and_goes(actions: list[tuple[str, str, Tr
 
 
 def test_a_first_read_is_told_once() -> None:
-    lineage = Lineage(GRID, lambda prefixes, held: None)
+    lineage = Lineage(GRID, lambda prefixes, more: None)
     lineage.add(prompt_of("aab"), 3 * GRID, Trigger.JUNCTION)
     assert lineage.read(b"aab") == (Trigger.JUNCTION, True)
     assert lineage.read(b"aab") == (Trigger.JUNCTION, False)
@@ -118,36 +118,39 @@ STEPS = st.lists(
 def test_greedy_dual_gives_up_the_lowest(steps: list[tuple[str, int, int, set[int]]]) -> None:
     policy = GreedyDual(SLOTS)
     level = 0.0
-    held: dict[int, list[float]] = {}  # slot -> worth, uses, base, order of its last change
-    for order, (action, slot, number, pinned) in enumerate(steps):
+    held: dict[int, list[float]] = {}  # slot -> worth, uses, base
+    for action, slot, number, pinned in steps:
         if action == "add" and slot not in held:
             policy.add(slot)
-            held[slot] = [0.0, 0, level, order]
+            held[slot] = [0.0, 0, level]
         elif action == "touch":
             policy.touch(slot)
             if slot in held:
-                worth, uses, _, _ = held[slot]
-                held[slot] = [worth, min(uses + 1, 8), level, order]
+                worth, uses, _ = held[slot]
+                held[slot] = [worth, min(uses + 1, 8), level]
         elif action == "revalue":
             policy.revalue(slot, float(number))
             if slot in held and held[slot][0] != number:
-                held[slot] = [float(number), *held[slot][1:3], order]
+                held[slot] = [float(number), *held[slot][1:]]
         elif action == "remove" and slot in held:
             policy.remove(slot)
             del held[slot]
         elif action == "victims":
             count = number % 4
 
-            def rank(one: int) -> tuple[float, float]:
-                worth, uses, base, changed = held[one]
-                return base + worth * (1 + uses), changed
+            def rank(one: int) -> float:
+                worth, uses, base = held[one]
+                return base + worth * (1 + uses)
 
-            expected = sorted((one for one in held if one not in pinned), key=rank)[:count]
+            free = {one for one in held if one not in pinned}
             got = policy.victims(count, lambda one, pinned=pinned: one not in pinned)  # type: ignore[misc]
-            assert got == (expected or None)
-            if expected:
-                level = max(level, rank(expected[-1])[0])
-            for one in expected:
+            for one in pinned:  # in use for this time only
+                policy.idle(one)
+            assert [rank(one) for one in got or ()] == sorted(map(rank, free))[:count]
+            assert set(got or ()) <= free
+            if got:
+                level = max(level, rank(got[-1]))
+            for one in got or ():
                 policy.remove(one)
                 del held[one]
 

@@ -68,6 +68,7 @@ class JointEviction:
         blocks.whole_chains = frozenset(row.group for row in whole)
         blocks.on_full = self.relieve
         states.on_gone = self._gone
+        states.on_idle = self._pressure.idle
 
     def keep(self, prompt: Prompt, position_tokens: int, trigger: Trigger) -> None:
         """The states at a position are kept, or on their way: their blocks are needed."""
@@ -144,14 +145,14 @@ class JointEviction:
         if anchor in self.lineage:
             self._offer(anchor)  # perhaps nothing builds on it any more
 
-    def _on_path(self, prefixes: Sequence[bytes], held: bool) -> None:
-        if held:
-            self._blocks.need(self.whole, prefixes)
-        else:
-            self._release(self.whole, prefixes)
+    def _on_path(self, prefixes: Sequence[bytes], more: int) -> None:
+        if more > 0:
+            self._blocks.need(self.whole, prefixes, more)
+        elif more < 0:
+            self._release(self.whole, prefixes, -more)
 
-    def _release(self, groups: Sequence[int], prefixes: Sequence[bytes]) -> None:
-        self._blocks.release(groups, prefixes)
+    def _release(self, groups: Sequence[int], prefixes: Sequence[bytes], times: int = 1) -> None:
+        self._blocks.release(groups, prefixes, times)
         for prefix in prefixes:
             if prefix in self.lineage:
                 self._offer(prefix)  # perhaps its blocks are needed by nothing else any more

@@ -43,10 +43,10 @@ class Lineage:
     """The states that are kept, by prefix, as a tree. Single-threaded.
 
     Guaranteed by the caller: positions are multiples of `step_tokens`, and every state that leaves is removed.
-    `on_path` hears of prefixes that one more path holds (True), and of those that one less does (False).
+    `on_path` hears of prefixes that more states' own paths are on than before, and of how many more; fewer if negative.
     """
 
-    def __init__(self, step_tokens: int, on_path: Callable[[Sequence[bytes], bool], None]) -> None:
+    def __init__(self, step_tokens: int, on_path: Callable[[Sequence[bytes], int], None]) -> None:
         self._step = step_tokens
         self._on_path = on_path
         self._states = {_ROOT: _new_root()}
@@ -78,7 +78,7 @@ class Lineage:
                 break
         self._states[prefix] = _State(position_tokens, trigger, anchor, tuple(hashes[after:]))
         self._follow(prefix)
-        self._on_path(self._states[prefix].path, True)
+        self._on_path(self._states[prefix].path, 1)
         return {prefix: self.worth(prefix)} if trigger.is_guess else self._rooted(prefix)
 
     def remove(self, prefix: bytes) -> Mapping[bytes, float]:
@@ -89,7 +89,7 @@ class Lineage:
         changed = self._uproot(prefix)
         self._unfollow(prefix)
         del self._states[prefix]
-        self._on_path(state.path, False)
+        self._on_path(state.path, -1)
         return changed
 
     def demote(self, prefix: bytes) -> Mapping[bytes, float]:
@@ -143,20 +143,22 @@ class Lineage:
             other = self._states[follower]
             if len(other.path) > length and other.path[length - 1] == prefix:
                 self._unfollow(follower)
-                self._on_path(other.path[:length], False)
                 other.anchor, other.path = prefix, other.path[length:]
                 self._follow(follower)
                 changed[follower] = self.worth(follower)
+        # At once: a prefix that many prompts share has many followers.
+        self._on_path(state.path, 1 - len(changed))
         return changed
 
     def _uproot(self, prefix: bytes) -> Mapping[bytes, float]:
         """Hand a state's followers to its own anchor."""
         state = self._states[prefix]
+        followers = [one for group in state.followers.values() for one in group]
+        self._on_path(state.path, len(followers))
         changed = {}
-        for follower in [one for group in state.followers.values() for one in group]:
+        for follower in followers:
             other = self._states[follower]
             self._unfollow(follower)
-            self._on_path(state.path, True)
             other.anchor, other.path = state.anchor, (*state.path, *other.path)
             self._follow(follower)
             changed[follower] = self.worth(follower)

@@ -19,6 +19,7 @@ class _Entry:
     uses: int = 0
     value: float = 0.0
     number: int = 0  # of the entry in the heap that counts
+    passed: bool = False  # out of the heap, since it could not be given up
 
 
 class Pressure:
@@ -44,6 +45,12 @@ class Pressure:
             entry.uses = min(entry.uses + 1, _COUNTED_USES)
             self._push(prefix, entry)
 
+    def idle(self, prefix: bytes) -> None:
+        """A prefix that could not be given up might be now."""
+        entry = self._known.get(prefix)
+        if entry is not None and entry.passed:
+            self._push(prefix, entry)
+
     def remove(self, prefix: bytes) -> None:
         """A prefix is not kept any more."""
         self._known.pop(prefix, None)
@@ -56,28 +63,22 @@ class Pressure:
     def relieve(self, frees: Callable[[bytes], bool], give_up: Callable[[bytes], bool]) -> bool:
         """Give up the lowest prefix that `frees` something and can be; False if there is none.
 
-        What frees nothing is left out until it is offered again, what cannot be given up now is kept.
+        What frees nothing is left out until it is offered again, what cannot be given up now until it is idle.
         """
-        spared: list[tuple[float, int, bytes]] = []
-        done = False
-        while self._heap and not done:
-            item = heapq.heappop(self._heap)
-            priority, number, prefix = item
+        while self._heap:
+            priority, number, prefix = heapq.heappop(self._heap)
             entry = self._known.get(prefix)
             if entry is None or entry.number != number or not frees(prefix):
                 continue
-            done = give_up(prefix)
-            if done:
+            if give_up(prefix):
                 self._level = max(self._level, priority)
-            else:
-                spared.append(item)
-        for item in spared:
-            heapq.heappush(self._heap, item)
-        return done
+                return True
+            entry.passed = True
+        return False
 
     def _push(self, prefix: bytes, entry: _Entry) -> None:
         self._numbers += 1
-        entry.number = self._numbers
+        entry.number, entry.passed = self._numbers, False
         heapq.heappush(self._heap, (entry.base + entry.value * (1 + entry.uses), self._numbers, prefix))
         if len(self._heap) > 4 * len(self._known) + 64:
             self._heap = [item for item in self._heap if self._is_current(item)]

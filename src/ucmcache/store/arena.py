@@ -202,7 +202,9 @@ class Arena:
         if not self._pins[slot]:
             raise ContractError(f"slot {slot} is unpinned more often than it was pinned")
         self._pins[slot] -= 1
-        self._evictable_slots += self.evictable(slot)
+        if self.evictable(slot):
+            self._evictable_slots += 1
+            self._policy.idle(slot)
         self._free_if_doomed(slot)
 
     def forget(self) -> None:

@@ -24,24 +24,24 @@ class BlockStore(UnitStore):
         self.whole_chains: frozenset[int] = frozenset()
         self._needs: dict[int, dict[bytes, int]] = {group: {} for group in self._arena_of}
 
-    def need(self, groups: Iterable[int], prefixes: Sequence[bytes]) -> None:
-        """The blocks of these prefixes are needed, here or not, until as many releases; needs count."""
+    def need(self, groups: Iterable[int], prefixes: Sequence[bytes], times: int = 1) -> None:
+        """The blocks of these prefixes are needed, here or not, until released as often; needs count."""
         for group in groups:
             needs, arena, clock = self._needs[group], self._arena_of[group], self._clocks[group]
             for prefix in prefixes:
                 before = needs.get(prefix, 0)
-                needs[prefix] = before + 1
+                needs[prefix] = before + times
                 if not before:
                     slot = arena.slot(group, prefix)
                     if slot is not None:
                         clock.need(slot, True)
 
-    def release(self, groups: Iterable[int], prefixes: Sequence[bytes]) -> None:
-        """One need of each of these prefixes' blocks has ended."""
+    def release(self, groups: Iterable[int], prefixes: Sequence[bytes], times: int = 1) -> None:
+        """So many needs of each of these prefixes' blocks have ended."""
         for group in groups:
             needs, arena, clock = self._needs[group], self._arena_of[group], self._clocks[group]
             for prefix in prefixes:
-                left = needs.pop(prefix) - 1
+                left = needs.pop(prefix) - times
                 if left:
                     needs[prefix] = left
                 else:

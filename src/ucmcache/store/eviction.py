@@ -11,8 +11,8 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the occupied slots of one arena by what to give up first.
 
-    Guaranteed by the caller: a slot is added once, and removed before it is added again; victims are removed.
-    Promised: `victims` returns distinct slots that satisfy `evictable`.
+    Guaranteed by the caller: a slot is added once, and removed before it is added again; victims are removed; one that
+    is not evictable is told by `idle` when it is. Promised: `victims` returns distinct slots that satisfy `evictable`.
     """
 
     def add(self, slot: int) -> None:
@@ -24,6 +24,9 @@ class EvictionPolicy(Protocol):
     def remove(self, slot: int) -> None:
         """The slot no longer holds content."""
 
+    def idle(self, slot: int) -> None:
+        """The slot's content is in nobody's use any more: it may be given up again."""
+
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
         """At least one and at most `count` slots to give up, in order; None if there is none."""
 
@@ -33,7 +36,8 @@ class LeafClock:
 
     A chain whose beginning is gone is of no use, so it is given up from its end; once that has begun, the rest of it is
     next, unless something else was touched less. A leaf that was touched since the hand last passed gets a second
-    chance. Slots are small integers below `slots`. Cost: amortised O(1).
+    chance. One in use is passed over once, and offered again when it is idle. Slots are small integers below `slots`.
+    Cost: amortised O(1).
     """
 
     def __init__(self, slots: int) -> None:
@@ -75,25 +79,21 @@ class LeafClock:
             self._children[parent] -= 1
             self._offer(parent, first=True)
 
+    def idle(self, slot: int) -> None:
+        self._offer(slot)
+
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
         """One slot, whatever `count`: the next one may be the one that it continued."""
-        spared: list[int] = []
-        victim = None
-        while self._queue and victim is None:
+        while self._queue:
             slot = self._queue.popleft()
             self._queued[slot] = 0
-            if not self._is_free_leaf(slot):
-                continue  # offered again when it is one
-            if not evictable(slot):
-                spared.append(slot)
-            elif self._referenced[slot]:
-                self._referenced[slot] = 0
-                self._offer(slot)
-            else:
-                victim = slot
-        for slot in spared:
+            if not self._is_free_leaf(slot) or not evictable(slot):
+                continue  # offered again when it is both
+            if not self._referenced[slot]:
+                return [slot]
+            self._referenced[slot] = 0
             self._offer(slot)
-        return [victim] if victim is not None else None
+        return None
 
     def _is_free_leaf(self, slot: int) -> bool:
         return bool(self._occupied[slot]) and not self._needed[slot] and not self._children[slot]
@@ -108,7 +108,8 @@ class GreedyDual:
     """By worth: what saves least goes first, and what is not used sinks until it does.
 
     A slot has priority L + worth * (1 + uses), uses counted up to 8 and L as of its last use; the lowest goes, and L
-    rises to the priority of what went. So a worthy slot outlives many unworthy ones, and nothing stays for ever.
+    rises to the priority of what went. So a worthy slot outlives many unworthy ones, and nothing stays for ever. One in
+    use is passed over once, and offered again when it is idle. Cost: amortised O(log slots).
     Source: Cao and Irani 1997 (greedy-dual), Cherkasova 1998 (with frequency).
     """
 
@@ -119,6 +120,7 @@ class GreedyDual:
         self._uses = [0] * slots
         self._base = [0.0] * slots
         self._entry = [0] * slots  # number of the slot's entry in the heap that counts; 0 for an empty slot
+        self._passed = bytearray(slots)  # out of the heap, since it was in use
         self._heap: list[tuple[float, int, int]] = []  # priority, number, slot
         self._numbers = 0
         self._level = 0.0  # L
@@ -142,25 +144,29 @@ class GreedyDual:
             self._push(slot)
 
     def remove(self, slot: int) -> None:
-        self._entry[slot] = 0
+        self._entry[slot] = self._passed[slot] = 0
+
+    def idle(self, slot: int) -> None:
+        if self._passed[slot]:
+            self._push(slot)
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int] | None:
-        chosen: list[tuple[float, int, int]] = []
-        spared: list[tuple[float, int, int]] = []
+        chosen: list[int] = []
         while self._heap and len(chosen) < count:
-            entry = heapq.heappop(self._heap)
-            _, number, slot = entry
-            if self._entry[slot] == number:
-                (chosen if evictable(slot) else spared).append(entry)
-        for entry in spared:
-            heapq.heappush(self._heap, entry)
-        if chosen:
-            self._level = max(self._level, chosen[-1][0])
-        return [slot for _, _, slot in chosen] or None
+            priority, number, slot = heapq.heappop(self._heap)
+            if self._entry[slot] != number:
+                continue
+            if evictable(slot):
+                chosen.append(slot)
+                self._level = max(self._level, priority)
+            else:
+                self._passed[slot] = 1
+        return chosen or None
 
     def _push(self, slot: int) -> None:
         self._numbers += 1
         self._entry[slot] = self._numbers
+        self._passed[slot] = 0
         priority = self._base[slot] + self._worth[slot] * (1 + self._uses[slot])
         heapq.heappush(self._heap, (priority, self._numbers, slot))
         if len(self._heap) > 4 * len(self._entry) + 64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ucmcache.keys import UnitKey
-from ucmcache.store.arena import ArenaPlan, Owner
+from ucmcache.store.arena import Arena, ArenaPlan, Owner
 from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.units import UnitStore
 
@@ -15,12 +15,14 @@ class SnapshotStore(UnitStore):
 
     A load copies the state into the request's own block, so a request never writes into a stored state. Evicts by
     worth, and the states of one prefix together: one group's is of no use without the others'. `on_gone` hears of every
-    prefix that has no state here any more.
+    prefix whose states are not all here any more, nor on their way; `on_idle` of one with a state that is in nobody's
+    use any more.
     """
 
     def __init__(self, plans: Sequence[ArenaPlan], seeds: Mapping[int, bytes], namespace: bytes) -> None:
         self._worth: dict[bytes, float] = {}
         self.on_gone: Callable[[bytes], None] = lambda prefix: None
+        self.on_idle: Callable[[bytes], None] = lambda prefix: None
         super().__init__(plans, seeds, namespace)
 
     def revalue(self, prefix: bytes, worth: float) -> None:
@@ -33,12 +35,12 @@ class SnapshotStore(UnitStore):
 
     def give_up(self, prefix: bytes) -> bool:
         """Evict the states of a prefix; False, with nothing changed, if one is in use or not there yet."""
-        held = [(arena, arena.slot(group, prefix)) for group, arena in self._arena_of.items()]
-        if not all(slot is not None and arena.evictable(slot) for arena, slot in held):
+        slots = [(arena, arena.held(group, prefix)) for group, arena in self._arena_of.items()]
+        held = [(arena, slot) for arena, slot in slots if slot is not None]
+        if not all(arena.evictable(slot) for arena, slot in held):
             return False
         for arena, slot in held:
-            if slot is not None:
-                arena.evict(slot)  # the first takes its siblings along
+            arena.evict(slot)  # the first takes its siblings along
         return bool(held)
 
     def commit(self, group: int, slot: int) -> None:
@@ -47,10 +49,15 @@ class SnapshotStore(UnitStore):
         owner = arena.owner(slot)
         if owner is not None:
             arena.revalue(slot, self._worth.get(owner.prefix, 0.0))
+        self._idle(arena, slot)
 
     def abort(self, key: UnitKey, slot: int, cause: str) -> None:
         super().abort(key, slot, cause)
         self._left(key.prefix)
+
+    def unpin(self, group: int, slot: int) -> None:
+        super().unpin(group, slot)
+        self._idle(self._arena_of[group], slot)
 
     def clear(self, namespace: bytes) -> None:
         super().clear(namespace)
@@ -68,6 +75,13 @@ class SnapshotStore(UnitStore):
         self._left(owner.prefix)
 
     def _left(self, prefix: bytes) -> None:
-        if prefix in self._worth and not self._here.find(list(self._arena_of), [prefix]).any():
+        """One group's state has left: those of the others that could not go with it save nothing."""
+        if prefix in self._worth:
+            self.revalue(prefix, 0.0)
             del self._worth[prefix]
             self.on_gone(prefix)
+
+    def _idle(self, arena: Arena, slot: int) -> None:
+        owner = arena.owner(slot)
+        if owner is not None and arena.evictable(slot):
+            self.on_idle(owner.prefix)
