@@ -32,3 +32,7 @@ class RecordError(UcmCacheError):
 
 class BackendError(UcmCacheError):
     """A backend operation that failed for a reason of its own (I/O error, full, unreachable)."""
+
+
+class BackendFullError(BackendError):
+    """There is no room for an object now; the backend itself is well, and reads from it go on."""

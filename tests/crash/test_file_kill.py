@@ -34,7 +34,7 @@ def verified(root: Path, candidates: range) -> int:
     """Check every visible object, bit for bit; how many there are."""
     bucket = FileBackend(root).bucket(NAMESPACE, 0)
     numbers = {key_of(number).id: number for number in candidates}
-    found = [numbers[info.id] for info in bucket.scan()]
+    found = [numbers[id] for id in bucket.scan()]
     for number in found:
         payload = bytearray(PAYLOAD_BYTES)
         assert record.read_into(bucket, key_of(number), memoryview(payload))
@@ -88,7 +88,7 @@ def test_a_living_writer_keeps_its_temporary(tmp_path: Path) -> None:
     child = start(tmp_path, 1, "never")
     try:
         child.send_signal(signal.SIGSTOP)
-        name = FileBackend(tmp_path, pid=lambda: child.pid)._temporaries.name()
+        name = FileBackend(tmp_path, pid=lambda: child.pid)._temporaries.name(4096)
         folder = tmp_path / f"ns-{NAMESPACE.hex()}" / "r0" / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"half")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ucmcache.errors import RecordError
-from ucmcache.store.backend import Backend, ObjectInfo
+from ucmcache.store.backend import Backend
 from ucmcache.store.backends.file import FileBackend
 from ucmcache.store.backends.memory import MemoryBackend
 
@@ -107,7 +107,7 @@ class BackendModel(RuleBasedStateMachine):
         for namespace in NAMESPACES:
             for rank in (0, 1):
                 held = self.objects.get((namespace, rank), {})
-                wanted = sorted(ObjectInfo(id, len(content)) for id, content in held.items())
+                wanted = sorted(held)
                 for backend in self.backends:
                     assert sorted(backend.bucket(namespace, rank).scan()) == wanted
 

@@ -140,9 +140,7 @@ def _index_backend(
         for group in plan.groups
     }
     try:
-        in_bucket = {
-            rank: {info.id for info in backend.bucket(namespace.digest, rank).scan()} for rank in range(ranks.count)
-        }
+        in_bucket = {rank: set(backend.bucket(namespace.digest, rank).scan()) for rank in range(ranks.count)}
         others = backend.namespaces()
     except Exception as error:
         logger.warning(

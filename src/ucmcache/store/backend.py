@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from ucmcache.errors import ConfigError
@@ -17,13 +17,6 @@ from ucmcache.errors import ConfigError
 ENTRY_POINTS = "ucmcache.backends"
 
 Buffer = bytes | bytearray | memoryview
-
-
-class ObjectInfo(NamedTuple):
-    """What a scan tells of one object: its id and its size in bytes as stored."""
-
-    id: bytes
-    size_bytes: int
 
 
 @runtime_checkable
@@ -39,7 +32,8 @@ class Bucket(Protocol):
     def put(self, id: bytes, parts: Sequence[Buffer]) -> int:
         """Store the concatenation of `parts` under `id`, atomically; returns the bytes it takes in the backend.
 
-        An object that is already there is replaced. Raises BackendError; nothing is left behind then.
+        An object that is already there is replaced. Raises BackendError, nothing is left behind then; BackendFullError
+        for want of room.
         """
 
     def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
@@ -51,14 +45,17 @@ class Bucket(Protocol):
     def contains(self, id: bytes) -> bool:
         """Whether an object is there now."""
 
+    def touch(self, ids: Sequence[bytes]) -> None:
+        """These objects were used elsewhere, and should be kept rather than others; what is missing is passed over."""
+
     def delete(self, id: bytes) -> bool:
         """Remove an object; False if it was not there."""
 
     def quarantine(self, id: bytes) -> bool:
         """Take an object that failed its check out of reach, kept for inspection where that is possible."""
 
-    def scan(self) -> Iterator[ObjectInfo]:
-        """All objects, in no order, each once; foreign files are skipped."""
+    def scan(self) -> Iterator[bytes]:
+        """Ids of all objects, in no order, each once, as they are found; foreign files are skipped."""
 
     def clear(self) -> int:
         """Remove all objects of this bucket; returns how many."""

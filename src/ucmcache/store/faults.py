@@ -1,12 +1,13 @@
-"""Wrappers that make any backend fail or dawdle; `ucmcache.store.testing` offers them to backend authors."""
+"""Wrappers that make any backend fail, dawdle or hang; `ucmcache.store.testing` offers them to backend authors."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ucmcache.errors import BackendError
-from ucmcache.store.backend import Backend, Bucket, Buffer, ObjectInfo
+from ucmcache.store.backend import Backend, Bucket, Buffer
 
 
 class WrappedBackend:
@@ -62,6 +63,30 @@ class SlowBackend(WrappedBackend):
         super().__init__(inner, before)
 
 
+class HungBackend(WrappedBackend):
+    """Every operation for whose name `hangs` is true waits for `release`, as a mount whose server is gone does."""
+
+    def __init__(self, inner: Backend, hangs: Callable[[str], bool] = lambda operation: operation != "bucket") -> None:
+        self._released = threading.Event()
+        self._lock = threading.Lock()
+        self.waiting = 0  # calls that hang now
+
+        def before(operation: str) -> None:
+            if not hangs(operation) or self._released.is_set():
+                return
+            with self._lock:
+                self.waiting += 1
+            self._released.wait()
+            with self._lock:
+                self.waiting -= 1
+
+        super().__init__(inner, before)
+
+    def release(self) -> None:
+        """The backend answers again, also the calls that hang."""
+        self._released.set()
+
+
 class _WrappedBucket:
     def __init__(self, inner: Bucket, before: Callable[[str], None]) -> None:
         self._inner = inner
@@ -79,6 +104,10 @@ class _WrappedBucket:
         self._before("contains")
         return self._inner.contains(id)
 
+    def touch(self, ids: Sequence[bytes]) -> None:
+        self._before("touch")
+        self._inner.touch(ids)
+
     def delete(self, id: bytes) -> bool:
         self._before("delete")
         return self._inner.delete(id)
@@ -87,7 +116,7 @@ class _WrappedBucket:
         self._before("quarantine")
         return self._inner.quarantine(id)
 
-    def scan(self) -> Iterator[ObjectInfo]:
+    def scan(self) -> Iterator[bytes]:
         self._before("scan")
         return self._inner.scan()
 

@@ -1,4 +1,4 @@
-"""For authors of backends: the protocol's promises as tests, and wrappers that make a backend fail or dawdle.
+"""For authors of backends: the protocol's promises as tests, and wrappers that make a backend fail, dawdle or hang.
 
     class TestMyBackend(BackendContract):
         def make(self, tmp_path):
@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from ucmcache.errors import BackendError, RecordError
 from ucmcache.store.backend import Backend, Bucket
-from ucmcache.store.faults import FlakyBackend, SlowBackend
+from ucmcache.store.faults import FlakyBackend, HungBackend, SlowBackend
 
-__all__ = ["BackendContract", "FlakyBackend", "SlowBackend"]
+__all__ = ["BackendContract", "FlakyBackend", "HungBackend", "SlowBackend"]
 
 _NAMESPACE = bytes(range(16))
 _OTHER_NAMESPACE = bytes(range(16, 32))
@@ -94,6 +94,47 @@ class BackendContract(ABC):
         _equal(_get(bucket, _ID, len(content)), content, "a large object is whole")
         backend.close()
 
+    def test_keeps_every_length(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        for power in (8, 12, 13, 16, 20):
+            for length in ((1 << power) - 1, 1 << power, (1 << power) + 1):
+                content = (_CONTENT * (length // len(_CONTENT) + 1))[:length]
+                bucket.put(_ID, [content[:300], content[300:]])
+                _expect(_get(bucket, _ID, length) == content, f"an object of {length} bytes is whole")
+        backend.close()
+
+    def test_every_id_is_an_id(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        ids = [bytes(16), b"\xff" * 16, b"/" * 16, b"\0/.." * 4, b"\n" * 16, b"con:nul*" * 2, bytes(range(240, 256))]
+        for id in ids:
+            bucket.put(id, [id])
+        for id in ids:
+            _equal(_get(bucket, id, 16), id, "each of 16 bytes may have any value")
+        _equal(sorted(bucket.scan()), sorted(ids), "and is listed as it is")
+        backend.close()
+
+    def test_ids_that_differ_in_one_bit_are_two(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        ids = [(1 << bit).to_bytes(16, "big") for bit in range(128)]
+        for id in ids:
+            bucket.put(id, [id[::-1]])
+        _expect(all(_get(bucket, id, 16) == id[::-1] for id in ids), "no two ids share an object")
+        backend.close()
+
+    def test_takes_read_only_buffers(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        bucket.put(_ID, [memoryview(bytearray(_CONTENT)).toreadonly()])
+        _equal(_get(bucket, _ID, len(_CONTENT)), _CONTENT, "what is put need not be writable")
+        backend.close()
+
+    def test_fills_parts_of_a_larger_buffer(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        bucket.put(_ID, [_CONTENT])
+        out = bytearray(b"*" * (len(_CONTENT) + 20))
+        _expect(bucket.get_into(_ID, [memoryview(out)[10:-10]]), "the object is there")
+        _equal(bytes(out), b"*" * 10 + _CONTENT + b"*" * 10, "not a byte beyond the parts is written")
+        backend.close()
+
     def test_keeps_an_empty_object(self, tmp_path: Path) -> None:
         backend, bucket = self._open(tmp_path)
         bucket.put(_ID, [])
@@ -122,7 +163,7 @@ class BackendContract(ABC):
         content = pickle.dumps(_Bomb())
         bucket.put(_ID, [content])
         _equal(_get(bucket, _ID, len(content)), content, "a pickle is bytes like any other")
-        _equal([info.id for info in bucket.scan()], [_ID], "listing does not look into it")
+        _equal(list(bucket.scan()), [_ID], "listing does not look into it")
         backend.close()
 
     # -- what is not there, or not as asked -----------------------------------------------------------------------
@@ -136,7 +177,7 @@ class BackendContract(ABC):
             _equal(bucket.contains(_OTHER_ID), False, "contains() of nothing is False")
             _equal(bucket.delete(_OTHER_ID), False, "delete() of nothing is False")
             _equal(bucket.quarantine(_OTHER_ID), False, "quarantine() of nothing is False")
-            _equal([info.id for info in bucket.scan()], listed, "scan() does not list it")
+            _equal(list(bucket.scan()), listed, "scan() does not list it")
             bucket.put(_ID, [_CONTENT])
         backend.close()
 
@@ -147,6 +188,26 @@ class BackendContract(ABC):
             error = _raises(RecordError, partial(_get, bucket, _ID, length))
             _equal(error.cause, "length", f"asking for {length} of {len(_CONTENT)} bytes is RecordError length")
         _equal(_get(bucket, _ID, len(_CONTENT)), _CONTENT, "a refused read changes nothing")
+        backend.close()
+
+    def test_touching_changes_nothing_that_can_be_read(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        bucket.touch([_ID])
+        _expect(not bucket.contains(_ID), "touching nothing makes nothing")
+        bucket.put(_ID, [_CONTENT])
+        used = backend.used_bytes()
+        bucket.touch([])
+        bucket.touch([_OTHER_ID, _ID, _ID])
+        _equal(_get(bucket, _ID, len(_CONTENT)), _CONTENT, "a touched object is what it was")
+        _equal((list(bucket.scan()), backend.used_bytes()), ([_ID], used), "and nothing came beside it")
+        backend.close()
+
+    def test_a_refused_read_leaves_the_object(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        bucket.put(_ID, [_CONTENT])
+        _raises(RecordError, partial(_get, bucket, _ID, 1))
+        _expect(bucket.contains(_ID), "a read of another length removes nothing")
+        _equal(list(bucket.scan()), [_ID], "and the object is still listed")
         backend.close()
 
     def test_delete_removes_once(self, tmp_path: Path) -> None:
@@ -174,14 +235,26 @@ class BackendContract(ABC):
 
     # -- listing, buckets -----------------------------------------------------------------------------------------
 
-    def test_scan_lists_each_object_once_with_its_size(self, tmp_path: Path) -> None:
+    def test_scan_lists_each_object_once(self, tmp_path: Path) -> None:
         backend, bucket = self._open(tmp_path)
-        sizes = {bytes([i]) * 16: i for i in range(1, 200)}
-        for id, size in sizes.items():
-            bucket.put(id, [bytes(size)])
-        found = list(bucket.scan())
-        _equal(len(found), len(sizes), "each object is listed once")
-        _equal(dict(found), sizes, "with its length in bytes")
+        ids = [bytes([i]) * 16 for i in range(200)]
+        for id in ids:
+            bucket.put(id, [id])
+        _equal(sorted(bucket.scan()), ids, "each object is listed once, by its id")
+        backend.close()
+
+    def test_objects_may_come_during_a_scan(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        ids = {bytes([i, 0]) * 8 for i in range(50)}
+        for id in ids:
+            bucket.put(id, [b"x"])
+        seen = []
+        for id in bucket.scan():
+            seen.append(id)
+            bucket.put(bytes([len(seen), 1]) * 8, [b"new"])
+            if len(seen) > 500:
+                break
+        _expect(ids <= set(seen) and len(set(seen)) == len(seen), "what was there is listed, and nothing twice")
         backend.close()
 
     def test_objects_may_go_during_a_scan(self, tmp_path: Path) -> None:
@@ -190,9 +263,9 @@ class BackendContract(ABC):
         for id in ids:
             bucket.put(id, [b"x"])
         seen = set()
-        for info in bucket.scan():
-            seen.add(info.id)
-            bucket.delete(info.id)
+        for id in bucket.scan():
+            seen.add(id)
+            bucket.delete(id)
         _equal(seen, ids, "deleting what was listed hides nothing else")
         _equal(list(bucket.scan()), [], "and all of it is gone")
         backend.close()
@@ -227,6 +300,23 @@ class BackendContract(ABC):
         _equal(list(bucket.scan()), [], "a new bucket is empty")
         _equal(backend.namespaces(), {}, "an opened bucket is no described namespace")
         _equal(backend.used_bytes(), 0, "an opened bucket takes no bytes")
+        backend.close()
+
+    def test_clear_may_be_called_again_and_filled_again(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        bucket.put(_ID, [_CONTENT])
+        _equal([bucket.clear(), bucket.clear()], [1, 0], "clear() of an empty bucket is 0")
+        bucket.put(_ID, [b"again"])
+        _equal(_get(bucket, _ID, 5), b"again", "a cleared bucket takes objects")
+        backend.close()
+
+    def test_ranks_may_be_large(self, tmp_path: Path) -> None:
+        backend = self.make(tmp_path)
+        for rank in (0, 9, 10, 4095):
+            backend.bucket(_NAMESPACE, rank).put(_ID, [str(rank).encode()])
+        for rank in (0, 9, 10, 4095):
+            found = _get(backend.bucket(_NAMESPACE, rank), _ID, len(str(rank)))
+            _equal(found, str(rank).encode(), "each rank has a bucket of its own")
         backend.close()
 
     def test_a_bucket_opened_twice_is_one(self, tmp_path: Path) -> None:
@@ -264,6 +354,25 @@ class BackendContract(ABC):
         _equal(backend.used_bytes(), 0, "removed objects take nothing")
         backend.close()
 
+    def test_replacing_takes_no_more_room(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        for _ in range(3):
+            bucket.put(_ID, [_CONTENT * 4])
+        used = backend.used_bytes()
+        bucket.put(_ID, [_CONTENT * 4])
+        _equal(backend.used_bytes(), used, "an object that is replaced takes nothing any more")
+        backend.close()
+
+    def test_room_is_made_for_what_is_new(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        content = _CONTENT * 240  # about a MiB: forty are more than some backends may keep
+        for number in range(40):
+            bucket.put(bytes([number]) * 16, [content])
+            _expect(_get(bucket, bytes([number]) * 16, len(content)) == content, "what was just put is there")
+        for id in list(bucket.scan()):
+            _expect(_get(bucket, id, len(content)) in (content, None), "and whatever is kept is whole")
+        backend.close()
+
     def test_a_closed_backend_refuses(self, tmp_path: Path) -> None:
         backend, bucket = self._open(tmp_path)
         bucket.put(_ID, [_CONTENT])
@@ -276,6 +385,7 @@ class BackendContract(ABC):
             "put": lambda: bucket.put(_ID, [_CONTENT]),
             "get_into": lambda: _get(bucket, _ID, len(_CONTENT)),
             "contains": lambda: bucket.contains(_ID),
+            "touch": lambda: bucket.touch([_ID]),
             "delete": lambda: bucket.delete(_ID),
             "quarantine": lambda: bucket.quarantine(_ID),
             "scan": lambda: list(bucket.scan()),
@@ -296,6 +406,57 @@ class BackendContract(ABC):
         _equal(_get(again.bucket(_NAMESPACE, 0), _ID, len(_CONTENT)), _CONTENT, "objects outlive close()")
         _equal(again.namespaces(), {_NAMESPACE: {"model": "tiny"}}, "descriptions outlive close()")
         again.close()
+
+    def test_what_was_removed_stays_removed(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        for id in (_ID, _OTHER_ID):
+            bucket.put(id, [_CONTENT])
+        bucket.delete(_ID)
+        bucket.quarantine(_OTHER_ID)
+        backend.close()
+        again = self.reopen(tmp_path)
+        if again is None:
+            return
+        _equal(list(again.bucket(_NAMESPACE, 0).scan()), [], "close() brings nothing back")
+        again.close()
+
+    def test_two_at_once_see_each_other(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        other = self.reopen(tmp_path)
+        if other is None:
+            backend.close()
+            return
+        theirs = other.bucket(_NAMESPACE, 0)
+        bucket.put(_ID, [_CONTENT])
+        _equal(_get(theirs, _ID, len(_CONTENT)), _CONTENT, "what one puts the other gets")
+        _expect(theirs.delete(_ID), "and may remove")
+        _equal((bucket.contains(_ID), _get(bucket, _ID, len(_CONTENT))), (False, None), "which is a miss for the first")
+        other.close()
+        bucket.put(_ID, [b"open"])
+        _equal(_get(bucket, _ID, 4), b"open", "closing one does not close the other")
+        backend.close()
+
+    def test_threads_put_and_get_at_once(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        failures: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                for step in range(25):
+                    id = bytes([number, step]) * 8
+                    bucket.put(id, [id * 100])
+                    _expect(_get(bucket, id, 1600) == id * 100, "each thread gets what it put")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _equal(failures, [], "calls may be made from several threads at once")
+        _equal(len(list(bucket.scan())), 200, "and none is lost")
+        backend.close()
 
     def test_readers_see_whole_objects_only(self, tmp_path: Path) -> None:
         backend, bucket = self._open(tmp_path)

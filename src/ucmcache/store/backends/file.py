@@ -1,7 +1,7 @@
 """Objects as files of a local or shared disk; safe with several processes and hosts on one root.
 
 Every write goes to a file of its own and becomes visible by one rename, so killing a writer at any point leaves whole
-objects only. There is no fsync: a power cut may cost objects or tear them, and the record layer recognises those.
+objects only. Without `fsync` a power cut may cost objects or tear them, and the record layer recognises those.
 Nothing but a regular file is ever read as an object; the folders themselves are private (0700), so trusted.
 """
 
@@ -17,8 +17,8 @@ from contextlib import suppress
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from ucmcache.errors import BackendError, ConfigError, RecordError
-from ucmcache.store.backend import Bucket, Buffer, ObjectInfo
-from ucmcache.store.backends import byte_views, check_bucket_name
+from ucmcache.store.backend import Bucket, Buffer
+from ucmcache.store.backends import check_bucket_name
 from ucmcache.store.backends.file_folder import WriteFolder
 from ucmcache.store.backends.file_io import (
     failing_as,
@@ -26,7 +26,6 @@ from ucmcache.store.backends.file_io import (
     read_exact,
     regular_status,
     stored_bytes,
-    unlink_if_there,
 )
 from ucmcache.store.backends.file_layout import (
     NAMESPACE_FILE,
@@ -36,17 +35,20 @@ from ucmcache.store.backends.file_layout import (
     host_digest,
     namespace_folder,
     namespace_folders,
+    object_ids,
     process_alive,
     walk_objects,
     walk_quarantine,
     walk_root,
 )
+from ucmcache.store.backends.file_order import touched
 from ucmcache.store.backends.file_space import Space
 
 logger = logging.getLogger(__name__)
 
 QUARANTINE_FILES = 16  # kept per bucket for inspection
 
+_OPTIONS = {"": False, "fsync=false": False, "fsync=true": True}
 _TOUCH_INTERVAL_NS = 60 * 10**9
 _DESCRIPTION_LIMIT_BYTES = 1 << 20
 
@@ -54,8 +56,9 @@ _DESCRIPTION_LIMIT_BYTES = 1 << 20
 class FileBackend:
     """A directory tree (see `file_layout`), made at the first write.
 
-    With `capacity_bytes` the least recently used objects of all namespaces make room. Time, process identity and
-    randomness may be given. Raises ConfigError for a capacity that is not positive.
+    With `capacity_bytes` objects of all namespaces make room, in the order of `file_order`. With `fsync` an object that
+    was put is on the disk itself. Time, process identity and randomness may be given. Raises ConfigError for a capacity
+    that is not positive.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class FileBackend:
         root: str | os.PathLike[str],
         capacity_bytes: int | None = None,
         *,
+        fsync: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
         pid: Callable[[], int] = os.getpid,
         unique: Callable[[], str] = lambda: uuid.uuid4().hex,
@@ -73,12 +77,16 @@ class FileBackend:
         host = host_digest(os.uname().nodename if host_name is None else host_name)
         self._temporaries = Temporaries(clock_ns, pid, unique, host, alive)
         self._space = Space(self.root, capacity_bytes, self._temporaries)
+        self._fsync = fsync
         self._folders: dict[str, WriteFolder] = {}
         self._closed = False
 
     @classmethod
     def from_url(cls, url: str, capacity_bytes: int | None = None) -> FileBackend:
-        """The backend of `file:///absolute/path` (percent-decoded). Raises ConfigError for any other URL."""
+        """The backend of `file:///absolute/path` (percent-decoded), with `?fsync=true` if wanted.
+
+        Raises ConfigError for any other URL.
+        """
         try:
             split = urlsplit(url)
         except ValueError as error:
@@ -88,11 +96,11 @@ class FileBackend:
             raise _refused(url, "its scheme is not file")
         if split.netloc:
             raise _refused(url, f'"{split.netloc}" is read as a host name')
-        if split.query or split.fragment:
-            raise _refused(url, "a ? or # in a path is written %3F or %23")
+        if split.query not in _OPTIONS or split.fragment:
+            raise _refused(url, "the only option is fsync=true; a ? or # in a path is written %3F or %23")
         if not path.startswith(b"/") or not path.strip(b"/") or b"\0" in path:
             raise _refused(url, "it names no absolute path of a directory")
-        return cls(os.fsdecode(path), capacity_bytes)
+        return cls(os.fsdecode(path), capacity_bytes, fsync=_OPTIONS[split.query])
 
     def bucket(self, namespace: bytes, rank: int) -> Bucket:
         """The bucket of a namespace (16 bytes) and rank. Raises ContractError for a malformed name."""
@@ -126,11 +134,15 @@ class FileBackend:
     def close(self) -> None:
         """Calls made afterwards raise BackendError; nothing is kept open in between calls."""
         self._closed = True
+        self._space.close()
 
     def _folder(self, namespace: bytes, *below: str) -> WriteFolder:
         path = os.path.join(namespace_folder(self.root, namespace), *below)
         # One per path, so that a bucket opened twice is swept once.
-        return self._folders.setdefault(path, WriteFolder(self.root, path, self._temporaries, self._space))
+        return self._folders.setdefault(path, self._new_folder(path))
+
+    def _new_folder(self, path: str) -> WriteFolder:
+        return WriteFolder(self.root, path, self._temporaries, self._space, self._fsync)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -147,20 +159,10 @@ class _FileBucket:
 
     def put(self, id: bytes, parts: Sequence[Buffer]) -> int:
         self._check_open()
-        self._space.admit(sum(len(view) for view in byte_views(parts)))
-        name, path = self._name(id), self._path(id)
-        with failing_as(f"writing {path}"):
-            before = regular_status(path)
-            taken_bytes = self._folder.write(name, parts)
-        if before is not None:
-            self._space.removed(stored_bytes(before))
-        try:
-            self._space.added(path, taken_bytes)
-        except BackendError:
-            # A put that fails leaves nothing behind, also when what failed was to make room.
-            self.delete(id)
-            raise
-        return taken_bytes
+        name = self._name(id)
+        with failing_as(f"writing {self._path(id)}"):
+            # What it replaces stays counted until the next listing: two writers might both take it for theirs.
+            return self._folder.write(name, parts)
 
     def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
         self._check_open()
@@ -185,6 +187,14 @@ class _FileBucket:
         path = self._path(id)
         with failing_as(f"looking for {path}"):
             return regular_status(path) is not None
+
+    def touch(self, ids: Sequence[bytes]) -> None:
+        self._check_open()
+        with failing_as(f"touching objects of {self._folder.path}"):
+            for path in map(self._path, ids):
+                status = regular_status(path)
+                if status is not None:
+                    self._touch(path, status)
 
     def delete(self, id: bytes) -> bool:
         self._check_open()
@@ -211,11 +221,10 @@ class _FileBucket:
                 return self._remove(path)
             files = sorted(walk_quarantine(self._folder.path), key=lambda file: file.modified_ns)
             for file in files[:-QUARANTINE_FILES]:
-                if unlink_if_there(file.path):
-                    self._space.removed(file.stored_bytes)
+                self._space.remove(file.path, file.stored_bytes)
             return True
 
-    def scan(self) -> Iterator[ObjectInfo]:
+    def scan(self) -> Iterator[bytes]:
         self._check_open()
         return self._scan()
 
@@ -224,11 +233,9 @@ class _FileBucket:
         with failing_as(f"clearing {self._folder.path}"):
             return sum(self._remove(file.path) for file in walk_objects(self._folder.path))
 
-    def _scan(self) -> Iterator[ObjectInfo]:
+    def _scan(self) -> Iterator[bytes]:
         with failing_as(f"listing {self._folder.path}"):
-            for file in walk_objects(self._folder.path, _skip_folder):
-                id = bytes.fromhex(os.path.basename(file.path).removesuffix(OBJECT_SUFFIX))
-                yield ObjectInfo(id, file.length_bytes)
+            yield from object_ids(self._folder.path, _skip_folder)
 
     def _name(self, id: bytes) -> str:
         text = id.hex()
@@ -239,18 +246,15 @@ class _FileBucket:
 
     def _remove(self, path: str) -> bool:
         status = regular_status(path)
-        if status is None or not unlink_if_there(path):
-            return False
-        self._space.removed(stored_bytes(status))
-        return True
+        return status is not None and self._space.remove(path, stored_bytes(status))
 
-    def _touch(self, fd: int, status: os.stat_result) -> None:
+    def _touch(self, file: int | str, status: os.stat_result) -> None:
         """Keep what is read from being evicted, at the price of one metadata write a minute."""
         now_ns = self._folder.temporaries.clock_ns()
         if now_ns - max(status.st_atime_ns, status.st_mtime_ns) >= _TOUCH_INTERVAL_NS:
             # The bytes are read; a disk that is mounted read-only or another user's file only loses its recency.
             with suppress(OSError):
-                os.utime(fd, ns=(now_ns, status.st_mtime_ns))
+                os.utime(file, ns=(touched(now_ns, status.st_atime_ns), status.st_mtime_ns))
 
 
 def _read_fields(path: str) -> dict[str, str] | None:

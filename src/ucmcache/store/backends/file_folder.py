@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
+from ucmcache.errors import BackendError, BackendFullError
 from ucmcache.store.backend import Buffer
-from ucmcache.store.backends.file_io import create_exclusive, make_folders, stored_bytes, unlink_if_there, write_all
+from ucmcache.store.backends import byte_views
+from ucmcache.store.backends.file_io import (
+    create_exclusive,
+    make_folders,
+    stored_bytes,
+    sync_folder,
+    unlink_if_there,
+    write_all,
+)
 from ucmcache.store.backends.file_layout import TEMPORARY_FOLDER, Temporaries, walk_temporaries
+from ucmcache.store.backends.file_order import place_of, times_of
 from ucmcache.store.backends.file_space import Space
+
+_PAGE_BYTES = 4096  # files take whole ones
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class WriteFolder:
@@ -18,7 +33,7 @@ class WriteFolder:
     Thread-safe; other processes may write to the same folder. Nothing is made on disk before the first write.
     """
 
-    def __init__(self, root: str, path: str, temporaries: Temporaries, space: Space) -> None:
+    def __init__(self, root: str, path: str, temporaries: Temporaries, space: Space, fsync: bool) -> None:
         self.path = path
         self.temporaries = temporaries
         self.space = space
@@ -26,36 +41,57 @@ class WriteFolder:
         self._below = os.path.relpath(path, root).split(os.sep)
         self._lock = threading.Lock()
         self._swept = False
+        self._fsync = fsync
 
     def make(self, *below: str) -> str:
         """Make this folder and those `below`; returns the last. Raises OSError."""
         return make_folders(self._root, *self._below, *below)
 
     def write(self, name: str, parts: Sequence[Buffer]) -> int:
-        """Put a whole file at `name` (relative), or nothing; returns the bytes of disk it takes. Raises OSError."""
+        """Put a whole file at `name` (relative), or nothing; returns the bytes of disk it takes.
+
+        Raises OSError, BackendError for want of room.
+        """
         self._sweep_once()
-        temporary = os.path.join(self.path, TEMPORARY_FOLDER, self.temporaries.name())
+        size_bytes = sum(len(view) for view in byte_views(parts))
+        taken_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        temporary = os.path.join(self.path, TEMPORARY_FOLDER, self.temporaries.name(taken_bytes))
+        opened: list[int] = []
         try:
-            fd = create_exclusive(temporary)
+            self.space.take(taken_bytes, lambda: opened.append(self._create(temporary)))
+            stored = self._write(opened[0], temporary, name, parts)
+        except BaseException as error:
+            if opened:
+                with suppress(OSError):  # what is not given back is found by the next listing
+                    self.space.remove(temporary, taken_bytes)
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                self.space.disk_is_full()
+                raise BackendFullError(f"writing {os.path.join(self.path, name)}: {error}") from error
+            raise
+        finally:
+            for fd in opened:
+                os.close(fd)
+        # Some file systems count blocks only once they are flushed; until then the length is the better estimate.
+        stored = max(stored, size_bytes)
+        with suppress(BackendError):
+            self.space.correct(taken_bytes, stored)
+        return stored
+
+    def _create(self, temporary: str) -> int:
+        try:
+            return create_exclusive(temporary)
         except FileNotFoundError:  # the first write, or the folder was removed under a running engine
             self.make(TEMPORARY_FOLDER)
-            fd = create_exclusive(temporary)
-        try:
-            try:
-                write_all(fd, parts)
-                now_ns = self.temporaries.clock_ns()
-                os.utime(fd, ns=(now_ns, now_ns))
-                status = os.fstat(fd)
-            finally:
-                os.close(fd)
-            # Some file systems count blocks only once they are flushed; until then the length is the better estimate.
-            taken_bytes = max(stored_bytes(status), status.st_size)
-            self.space.admit(taken_bytes)
-            self._move(temporary, name)
-        except BaseException:
-            unlink_if_there(temporary)
-            raise
-        return taken_bytes
+            return create_exclusive(temporary)
+
+    def _write(self, fd: int, temporary: str, name: str, parts: Sequence[Buffer]) -> int:
+        write_all(fd, parts)
+        os.utime(fd, ns=times_of(self.temporaries.clock_ns(), place_of(parts)))
+        if self._fsync:
+            os.fsync(fd)
+        status = os.fstat(fd)
+        self._move(temporary, name)
+        return stored_bytes(status)
 
     def _move(self, temporary: str, name: str) -> None:
         path = os.path.join(self.path, name)
@@ -64,6 +100,8 @@ class WriteFolder:
         except FileNotFoundError:
             self.make(os.path.dirname(name))
             os.replace(temporary, path)
+        if self._fsync:
+            sync_folder(os.path.dirname(path))
 
     def _sweep_once(self) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """Where the file backend puts things, and how to list what is there.
 
+root/usage, root/collector                          what all files take, and the lease of who makes room
 root/ns-<32 hex>/namespace.json                     what the namespace stands for
 root/ns-<32 hex>/r<rank>/<first 2 hex>/<32 hex>.kv  an object, named by its id
 root/ns-<32 hex>/r<rank>/tmp/                       objects that are being written
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import xxhash
 
 from ucmcache.store.backends.file_io import stored_bytes
+from ucmcache.store.backends.file_order import SECOND_NS, Listed, place_from
 
 TEMPORARY_FOLDER = "tmp"
 QUARANTINE_FOLDER = "quarantine"
@@ -30,9 +32,8 @@ OBJECT_SUFFIX = ".kv"
 _NAMESPACE_NAME = re.compile(r"ns-([0-9a-f]{32})")
 _RANK_NAME = re.compile(r"r(0|[1-9][0-9]*)")
 _SHARD_NAME = re.compile(r"[0-9a-f]{2}")
-_OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.kv")
 _QUARANTINED_NAME = re.compile(r"[0-9a-f]{32}\.kv\.[0-9a-f]{32}")
-_TEMPORARY_NAME = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,8})-[0-9a-f]{32}\.tmp")
+_TEMPORARY_NAME = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,8})-[0-9a-f]{32}-([0-9]{1,18})\.tmp")
 
 _DEAD_OWNER_S = 60
 _ANY_OWNER_S = 3600
@@ -51,10 +52,23 @@ class StoredFile(NamedTuple):
 
     path: str
     kind: FileKind
-    length_bytes: int
     stored_bytes: int
     modified_ns: int
-    used_ns: int  # last read or write, as far as it is kept
+    access_ns: int
+    inode: int
+
+    @property
+    def counted_bytes(self) -> int:
+        """What it takes, or will once it is written."""
+        match = _TEMPORARY_NAME.fullmatch(os.path.basename(self.path))
+        return self.stored_bytes if match is None else max(self.stored_bytes, int(match[3]))
+
+    def listed(self) -> Listed:
+        """An object as the order of eviction needs it."""
+        shard, name = os.path.split(self.path)
+        used_s = max(self.access_ns, self.modified_ns) // SECOND_NS
+        place = place_from(self.access_ns, self.modified_ns)
+        return Listed(self.path, os.path.dirname(shard), _id_of(name), self.stored_bytes, used_s, place)
 
 
 def process_alive(pid: int) -> bool:
@@ -83,9 +97,9 @@ class Temporaries:
     host: str = host_digest(os.uname().nodename)
     alive: Callable[[int], bool] = process_alive
 
-    def name(self) -> str:
-        """A name that no other writer on any host uses."""
-        return f"{self.host}-{self.pid()}-{self.unique()}.tmp"
+    def name(self, nbytes: int) -> str:
+        """A name that no other writer on any host uses, for a file that will take `nbytes`."""
+        return f"{self.host}-{self.pid()}-{self.unique()}-{nbytes}.tmp"
 
     def abandoned(self, name: str, modified_ns: int) -> bool:
         """Whether the temporary `name`, last written to at `modified_ns`, will never be finished.
@@ -114,33 +128,38 @@ def namespace_folders(root: str) -> Iterator[tuple[bytes, str]]:
 
 
 def walk_root(root: str) -> Iterator[StoredFile]:
-    """Every file of every namespace that counts against the capacity. Raises OSError."""
+    """Every file of every namespace that counts against the capacity, each once. Raises OSError."""
     for _, namespace in namespace_folders(root):
         yield from walk_temporaries(namespace)
         for rank in _folders(namespace, _RANK_NAME):
-            yield from walk_objects(rank.path)
+            # In this order, which is that in which files move: one that is finished meanwhile is met again, not missed.
+            unfinished = list(walk_temporaries(rank.path))
+            yield from unfinished
+            met = {file.inode for file in unfinished}
+            yield from (file for file in walk_objects(rank.path) if file.inode not in met)
             yield from walk_quarantine(rank.path)
-            yield from walk_temporaries(rank.path)
 
 
-def walk_objects(bucket: str, skip: Callable[[OSError], None] | None = None) -> Iterator[StoredFile]:
-    """The objects of one bucket folder, each once.
+def walk_objects(bucket: str) -> Iterator[StoredFile]:
+    """The objects of one bucket folder, each once. Raises OSError."""
+    for shard in _folders(bucket, _SHARD_NAME):
+        yield from _files(shard.path, _object_name(shard.name), FileKind.OBJECT)
 
-    Raises OSError; with `skip`, a sub-folder that cannot be listed is told to it and passed over.
+
+def object_ids(bucket: str, skip: Callable[[OSError], None]) -> Iterator[bytes]:
+    """Ids of the objects of one bucket folder, each once, without asking the disk about any of them.
+
+    Raises OSError; a sub-folder that cannot be listed is told to `skip` and passed over.
     """
     for shard in _folders(bucket, _SHARD_NAME):
         try:
-            files = [
-                file
-                for file in _files(shard.path, _OBJECT_NAME, FileKind.OBJECT)
-                if os.path.basename(file.path).startswith(shard.name)
-            ]
+            entries = _entries(shard.path, _object_name(shard.name))
         except OSError as error:
-            if skip is None:
-                raise
             skip(error)
             continue
-        yield from files
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                yield _id_of(entry.name)
 
 
 def walk_quarantine(bucket: str) -> Iterator[StoredFile]:
@@ -151,6 +170,14 @@ def walk_quarantine(bucket: str) -> Iterator[StoredFile]:
 def walk_temporaries(folder: str) -> Iterator[StoredFile]:
     """What is being written below a bucket or namespace folder. Raises OSError."""
     return _files(os.path.join(folder, TEMPORARY_FOLDER), _TEMPORARY_NAME, FileKind.TEMPORARY)
+
+
+def _object_name(shard: str) -> re.Pattern[str]:
+    return re.compile(shard + r"[0-9a-f]{30}" + re.escape(OBJECT_SUFFIX))
+
+
+def _id_of(name: str) -> bytes:
+    return bytes.fromhex(name.removesuffix(OBJECT_SUFFIX))
 
 
 def _folders(parent: str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
@@ -165,8 +192,7 @@ def _files(folder: str, name: re.Pattern[str], kind: FileKind) -> Iterator[Store
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             continue  # removed since it was listed
-        used_ns = max(status.st_atime_ns, status.st_mtime_ns)
-        yield StoredFile(entry.path, kind, status.st_size, stored_bytes(status), status.st_mtime_ns, used_ns)
+        yield StoredFile(entry.path, kind, stored_bytes(status), status.st_mtime_ns, status.st_atime_ns, status.st_ino)
 
 
 def _entries(folder: str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ucmcache.errors import BackendError, RecordError
-from ucmcache.store.backend import Bucket, Buffer, ObjectInfo
+from ucmcache.store.backend import Bucket, Buffer
 from ucmcache.store.backends import byte_views, check_bucket_name, check_capacity, check_fits
 
 _BucketName = tuple[bytes, int]
@@ -87,15 +87,22 @@ class MemoryBackend:
             self._check_open()
             return (bucket, id) in self._objects
 
+    def _touch(self, bucket: _BucketName, ids: Sequence[bytes]) -> None:
+        with self._lock:
+            self._check_open()
+            for id in ids:
+                if (bucket, id) in self._objects:
+                    self._objects.move_to_end((bucket, id))
+
     def _delete(self, bucket: _BucketName, id: bytes) -> bool:
         with self._lock:
             self._check_open()
             return self._remove((bucket, id))
 
-    def _list(self, bucket: _BucketName) -> list[ObjectInfo]:
+    def _list(self, bucket: _BucketName) -> list[bytes]:
         with self._lock:
             self._check_open()
-            return [ObjectInfo(id, len(content)) for (owner, id), content in self._objects.items() if owner == bucket]
+            return [id for owner, id in self._objects if owner == bucket]
 
     def _clear(self, bucket: _BucketName) -> int:
         with self._lock:
@@ -138,6 +145,9 @@ class _MemoryBucket:
     def contains(self, id: bytes) -> bool:
         return self._backend._contains(self._name, id)
 
+    def touch(self, ids: Sequence[bytes]) -> None:
+        self._backend._touch(self._name, ids)
+
     def delete(self, id: bytes) -> bool:
         return self._backend._delete(self._name, id)
 
@@ -145,7 +155,7 @@ class _MemoryBucket:
         # Nobody could inspect it later: it would end with the process.
         return self._backend._delete(self._name, id)
 
-    def scan(self) -> Iterator[ObjectInfo]:
+    def scan(self) -> Iterator[bytes]:
         return iter(self._backend._list(self._name))
 
     def clear(self) -> int:
