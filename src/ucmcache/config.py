@@ -1,6 +1,8 @@
 """The operator's settings: the JSON that vLLM passes as `kv_connector_extra_config`, as one frozen tree.
 
-    {"host": {"blocks": "2GiB", "snapshots": "1GiB"}, "backend": {"url": "file:///path", "capacity": "200GiB"},
+    {"host": {"blocks": "2GiB", "snapshots": "1GiB"},
+     "backend": {"url": "file:///path", "capacity": "200GiB", "deadline": "10s", "existence_ttl": "30s",
+                 "when_slow": "recompute"},
      "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
      "spec_modules": ["my_package.rows"]}
 
@@ -18,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from pydantic.fields import FieldInfo
@@ -112,12 +114,23 @@ class HostSettings(_Settings):
 class BackendSettings(_Settings):
     """Where prefixes are kept beyond host memory; `capacity_bytes` None is no limit.
 
+    `deadline_s`: how long one call may take before the backend is taken to hang, and is left alone for a while.
+    `existence_ttl_s`: for how long it is believed that the backend does not have something; None if nobody else writes
+    to it. `when_slow`: whether to load or to recompute what is read more slowly than it is computed.
+
     Which URLs there are is known to `store.backend.open_backend`, which refuses the others.
     """
 
     url: str = Field(strict=True, description="the URL of a backend", examples=["file:///path/of/a/directory"])
     capacity_bytes: _SizeBytes | None = Field(
         default=None, alias="capacity", ge=1, description=f"{_SIZE}, above 0, or null for no limit", examples=["200GiB"]
+    )
+    deadline_s: _DurationS = Field(default=10.0, alias="deadline", description=_DURATION, examples=["10s"])
+    existence_ttl_s: _DurationS | None = Field(
+        default=30.0, alias="existence_ttl", description=f"{_DURATION}, or null to ask at start only", examples=["30s"]
+    )
+    when_slow: Literal["recompute", "load"] = Field(
+        default="recompute", description='"recompute" or "load"', examples=["recompute"]
     )
 
 

@@ -69,7 +69,12 @@ def physical_id(namespace: bytes, group_seed: bytes, prefix: bytes) -> bytes:
     Nothing is hashed per unit, and an id tells its group and the head of its prefix, so what a scan finds is looked up
     by prefix. Two prefixes that share 80 bits share an id: the later one replaces the other, which is then a miss.
     """
-    return prefix[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0") + group_tag(namespace, group_seed)
+    return id_of(prefix, group_tag(namespace, group_seed))
+
+
+def id_of(prefix: bytes, tag: bytes) -> bytes:
+    """The physical id of a prefix in the group of a tag."""
+    return prefix[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0") + tag
 
 
 def group_tag(namespace: bytes, group_seed: bytes) -> bytes:

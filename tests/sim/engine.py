@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,9 @@ class SimEngine:
         # And little host memory, which is taken whole.
         small = {"blocks": "4MiB", "snapshots": "4MiB"}
         extra_config = {"retention": {"interval_tokens": None}, "host": small, **(extra_config or {})}
+        if extra_config.get("backend") is not None:
+            # What a simulated engine computes, no disk is as fast as.
+            extra_config["backend"] = {"when_slow": "load", **extra_config["backend"]}
         base = _vllm_config(str(model), json.dumps(extra_config), order, policy, "{}")
         self.config = copy.deepcopy(base)
         self.kv_cache_config = self._kv_cache_config(num_blocks, layout, retention_interval)
@@ -361,8 +365,15 @@ class SimEngine:
         ]
         jobs = [f"{number}: {job.waiting} for {job.request_id!r}" for number, job in side._jobs._jobs.items()]
         workers = [worker.connector._worker for worker in self.ranks]
-        held = [(len(one._io), len(one._running), len(one._results)) for one in workers]
+        held = [(one._pipeline.pending, len(one._running), len(one._results)) for one in workers]
         return f"requests {waiting}, jobs {jobs}, I/O, copies and results of the ranks {held}"
+
+    def read_index(self) -> None:
+        """Take in all that a listing of the backend finds."""
+        discovery = self.side._discovery
+        while discovery.is_listing or discovery._found:
+            self.side._learn()
+            time.sleep(0.001)
 
     def generate(self, request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
         """Run one request to its end; returns its output."""

@@ -180,7 +180,7 @@ def test_a_backend_that_keeps_failing_is_left_alone_and_found_again(hybrid: Path
 
     worker = engine.ranks[0].connector._worker
     worker._backend = FlakyBackend(worker._backend, fails)
-    worker._breaker = Breaker(clock=lambda: now[0])
+    worker._pipeline.breaker = Breaker(clock=lambda: now[0])
 
     def adopted(name: str, prompt: list[int]) -> int:
         before = engine.counts.get("adopted_tokens", 0)
@@ -190,7 +190,7 @@ def test_a_backend_that_keeps_failing_is_left_alone_and_found_again(hybrid: Path
         return engine.counts.get("adopted_tokens", 0) - before
 
     assert adopted("while it fails", [(t + 3) % VOCAB for t in PROMPT]) == 0
-    assert worker._breaker.openings == 1
+    assert worker._pipeline.breaker.openings == 1
     made = calls[0]
     # Nothing of it is asked for, and nobody waits: what is kept goes into host memory alone.
     assert adopted("while it is left alone", PROMPT) == 0

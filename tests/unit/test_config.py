@@ -29,7 +29,9 @@ from ucmcache.config import (
 )
 from ucmcache.errors import ConfigError
 
-EXAMPLE = """{"host": {"blocks": "2GiB", "snapshots": "1GiB"}, "backend": {"url": "file:///path", "capacity": "200GiB"},
+EXAMPLE = """{"host": {"blocks": "2GiB", "snapshots": "1GiB"},
+ "backend": {"url": "file:///path", "capacity": "200GiB", "deadline": "10s", "existence_ttl": "30s",
+             "when_slow": "recompute"},
  "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
  "spec_modules": ["my_package.rows"]}"""
 
@@ -39,8 +41,8 @@ DURATION = "a positive duration with one of the units h, min, s, ms, or a positi
 NAMESPACE = "a name of 1 to 200 characters, none of them a control character"
 TOKENS = "a number of tokens from 1, or null to keep all"
 SETTINGS = (
-    "host.blocks, host.snapshots, backend.url, backend.capacity, retention.interval_tokens, namespace, "
-    "promise_deadline, spec_modules"
+    "host.blocks, host.snapshots, backend.url, backend.capacity, backend.deadline, backend.existence_ttl, "
+    "backend.when_slow, retention.interval_tokens, namespace, promise_deadline, spec_modules"
 )
 
 
@@ -277,7 +279,8 @@ REFUSALS: list[tuple[dict[Any, Any], str]] = [
     ),
     (
         {"backend": "file:///path"},
-        'backend is "file:///path"; accepted is an object with the keys url, capacity — write, for example, '
+        'backend is "file:///path"; accepted is an object with the keys url, capacity, deadline, existence_ttl, '
+        "when_slow — write, for example, "
         '{"url": "file:///path/of/a/directory"}',
     ),
     (

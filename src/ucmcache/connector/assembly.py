@@ -14,11 +14,12 @@ from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.scheduler import SchedulerSide
 from ucmcache.coordinator.binding import BoundRow, bind
 from ucmcache.coordinator.coordinator import Coordinator
+from ucmcache.coordinator.discovery import Discovery
 from ucmcache.coordinator.spec import Kind
-from ucmcache.errors import ContractError
-from ucmcache.keys import Namespace, group_tag, split_id
+from ucmcache.errors import ConfigError, ContractError
+from ucmcache.keys import Namespace
 from ucmcache.store.arena import plan_arenas
-from ucmcache.store.backend import Backend, open_backend
+from ucmcache.store.backend import open_backend
 from ucmcache.store.block import BlockStore
 from ucmcache.store.memory import map_shared
 from ucmcache.store.snapshot import SnapshotStore
@@ -57,11 +58,8 @@ def build_scheduler_side(
     setup = _setup(config, rows, workers, ranks, spread, namespace)
     blocks = BlockStore(setup.block_arenas, setup.seeds, namespace.digest)
     states = SnapshotStore(setup.state_arenas, setup.seeds, namespace.digest)
-    backend = open_backend(config.backend.url, config.backend.capacity_bytes) if config.backend is not None else None
-    if backend is not None:
-        _index_backend(backend, namespace, ranks, setup, blocks, states)
-        backend.close()
     coordinator = Coordinator(rows, blocks, states, config.retention.interval_tokens)
+    discovery = _discovery(config, namespace, ranks, setup, coordinator) if config.backend is not None else None
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     logger.info("ucmcache: namespace %s\n%s", namespace.digest.hex(), coordinator.describe())
     _warn(vllm_config, namespace, rows)
@@ -73,7 +71,8 @@ def build_scheduler_side(
         hash_block_tokens=_hash_block_tokens(vllm_config, kv_cache_config),
         only_last=not chunked,
         speculative=getattr(vllm_config, "speculative_config", None) is not None,
-        has_backend=backend is not None,
+        has_backend=config.backend is not None,
+        discovery=discovery,
     )
 
 
@@ -131,34 +130,40 @@ def _spread(row: BoundRow, workers: Sequence[WorkerFacts], ranks: Ranks) -> int:
     return spread
 
 
-def _index_backend(
-    backend: Backend, namespace: Namespace, ranks: Ranks, setup: Setup, blocks: BlockStore, states: SnapshotStore
-) -> None:
-    spread = {
-        group_tag(namespace.digest, setup.seeds[group]): plan.spread
-        for plan in (*setup.block_arenas, *setup.state_arenas)
-        for group in plan.groups
-    }
+def _discovery(
+    config: Config, namespace: Namespace, ranks: Ranks, setup: Setup, coordinator: Coordinator
+) -> Discovery | None:
+    """What finds out what the backend holds, which it begins to; None if the backend cannot be opened from here."""
+    if config.backend is None:
+        return None
     try:
-        in_bucket = {rank: set(backend.bucket(namespace.digest, rank).scan()) for rank in range(ranks.count)}
-        others = backend.namespaces()
+        backend = open_backend(config.backend.url, config.backend.capacity_bytes)
+    except ConfigError:
+        raise
     except Exception as error:
-        logger.warning(
-            "ucmcache: the backend cannot be read at start (%s); serving goes on without what it holds", error
-        )
-        return
-    found: set[bytes] = set()
-    for each in {*spread.values()}:
-        # A unit is of use only where every rank finds its part.
-        buckets = {ranks.bucket(each, rank) for rank in range(ranks.count)}
-        everywhere = set.intersection(*(in_bucket[bucket] for bucket in buckets))
-        found.update(id for id in everywhere if spread.get(split_id(id)[1]) == each)
-    blocks.add_stored(found)
-    states.add_stored(found)
-    logger.info("ucmcache: the backend holds %d units of this namespace", len(found))
-    for digest, fields in others.items():
-        differing = namespace.differing(fields)
-        if digest == namespace.digest or differing != ["hash_seed"]:
+        logger.warning("ucmcache: the backend cannot be opened (%s); serving goes on without what it holds", error)
+        return None
+    discovery = Discovery(
+        backend,
+        coordinator.rows,
+        setup.seeds,
+        {
+            group: sorted({ranks.bucket(plan.spread, rank) for rank in range(ranks.count)})
+            for plan in (*setup.block_arenas, *setup.state_arenas)
+            for group in plan.groups
+        },
+        lambda prompt, tokens: [key for key, _ in coordinator.needed(prompt, tokens)],
+        coordinator.blocks.whole_chains,
+        config.backend.deadline_s,
+        log_namespaces=lambda found: _warn_of_seeds(namespace, found),
+    )
+    discovery.list_all(namespace.digest)
+    return discovery
+
+
+def _warn_of_seeds(namespace: Namespace, found: Mapping[bytes, Mapping[str, str]]) -> None:
+    for digest, fields in found.items():
+        if digest == namespace.digest or namespace.differing(fields) != ["hash_seed"]:
             continue
         logger.warning(
             "ucmcache: the backend also holds a namespace that differs only in the engine's hash seed (%s there, %s "

@@ -133,8 +133,10 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
-        if self._scheduler is not None and isinstance(report, WorkerReport):
-            self._scheduler.report(report)
+        if self._scheduler is not None:
+            self._scheduler.stepped()
+            if isinstance(report, WorkerReport):
+                self._scheduler.report(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -179,6 +181,8 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
 
     def _plan(self) -> StepPlan:
         plan = self._connector_metadata

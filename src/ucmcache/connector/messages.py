@@ -105,6 +105,7 @@ class StepPlan(KVConnectorMetadata):
     saves: list[SaveJob] = field(default_factory=list)
     stages: list[StageJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
+    touches: list[UnitKey] = field(default_factory=list)  # stored units that were used from host memory
     idle: bool = False  # no tokens are computed in this step, so waiting a little hurts nobody
 
 
@@ -136,9 +137,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
     results: list[Result] = field(default_factory=list)
     # By rank, whether its backend is left alone for a while; told when that changes.
     down: dict[int, bool] = field(default_factory=dict)
+    # By rank, bytes that it read from the backend and seconds that the calls took together.
+    reads: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This report with another rank's results appended."""
         if not isinstance(other, WorkerReport):
             raise TypeError(f"a ucmcache report cannot be combined with {type(other).__name__}")
-        return WorkerReport(self.results + other.results, self.down | other.down)
+        return WorkerReport(self.results + other.results, self.down | other.down, self.reads | other.reads)

@@ -33,6 +33,8 @@ METRICS: dict[str, str] = {
     "refused_units": "Units not kept, since host memory was full of units in use.",
     "taken_over_units": "Saves that a rank failed in and another, which has the same bytes, was given.",
     "breaker_openings": "Times that a rank's backend was left alone for a while, after failing again and again.",
+    "retried_calls": "Calls to the backend that failed and were made again.",
+    "slow_lookups": "Lookups that left stored bytes alone, since to compute was faster than to read.",
     "late_lookups": "Lookups that stopped waiting for the backend at the promise deadline.",
     "failures": "Failed jobs, by operation and cause.",
 }

@@ -39,6 +39,8 @@ class Tracked:
     impatient: bool = False  # the deadline passed: no more waiting for this request
     staged: bool = False  # it waited for the backend, so its hit came from there
     staging: int = 0  # units on their way for it
+    discovering: bool = False  # the backend is being asked what it has of it
+    discovered: bool = False  # it was, or nothing could be found
     failed: bool = False  # a load failed: no more promises for this request
     loaded_tokens: int = 0  # loaded, not yet run
     open_tokens: int = 0  # promised; whether they are adopted or lost is still open

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,22 @@ from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.requests import Tracked
 from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
 from ucmcache.coordinator.coordinator import Coordinator, Placed
-from ucmcache.coordinator.hit import Prompt
+from ucmcache.coordinator.discovery import Discovery, Listing
+from ucmcache.coordinator.gate import LoadGate
+from ucmcache.coordinator.hit import Hit, Prompt
 from ucmcache.coordinator.retention import Trigger
 from ucmcache.keys import Namespace, SnapshotKey, UnitKey
 from ucmcache.store.arena import Presence
 from ucmcache.store.record import FOR_GOOD
 
+_LEARNT_AT_ONCE = 4  # listings of some thousand ids each: a few milliseconds
+_KNOWN_PROMPTS = 4096  # whose questions are remembered
+_TOUCH_INTERVAL_S = 60.0
+_IDLE_WAIT_S = 0.005
+_SHUTDOWN_S = 1.0
+_STEPS_IN_FLIGHT = 8
+_PREFILL_TOKENS = 8  # a request; a step of more is a prefill
+_READS_AT_ONCE = 2
 # A backend that never answers must not keep an idle engine awake for ever.
 _DRAIN_S = 30.0
 
@@ -48,6 +59,7 @@ class SchedulerSide:
         only_last: bool,
         speculative: bool,
         has_backend: bool,
+        discovery: Discovery | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -64,6 +76,13 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._lease_ends_s: dict[str, float] = {}  # by request
         self._down: set[int] = set()  # ranks whose backend is left alone for a while
+        self._discovery = discovery
+        self._asked: OrderedDict[bytes, float] = OrderedDict()  # prompts that were asked for, and until when that holds
+        self._touched: OrderedDict[bytes, float] = OrderedDict()  # resumed prefixes, and when they may be touched again
+        self._touches: list[UnitKey] = []
+        self._gate = LoadGate(clock)
+        self._steps: deque[tuple[float, int]] = deque()  # planned, and not done: since when, and tokens of prefills
+        self._step_done_s = 0.0
         self._evicted_seen = 0
         self.counters = Counters()
         self._saving = SavePlanner(
@@ -109,11 +128,15 @@ class SchedulerSide:
             tracked.start_over(self._jobs.epoch)
         if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0
+        self._learn()
         prompt = self._prompt(tracked, local_tokens)
         hit = self._coordinator.lookup(prompt)
+        if hit.pending and tracked.asked_s is None and not self._worth_loading(prompt, hit):
+            tracked.impatient = True
+            self.counters.add("slow_lookups", 1)
         # Also when a unit failed and the others no longer matter: one that is still on its way when the engine computes
         # it anew would not be saved, and might fail as well.
-        if (hit.pending or tracked.staging > 0) and not tracked.impatient:
+        if (hit.pending or tracked.staging > 0 or self._discovers(tracked, prompt, hit)) and not tracked.impatient:
             if tracked.asked_s is None:
                 tracked.asked_s = self._clock()
             if self._clock() - tracked.asked_s < self._config.promise_deadline_s:
@@ -133,6 +156,46 @@ class SchedulerSide:
             request.shared_prefix_boundary = tracked.junction_tokens
         return hit.resume_tokens - local_tokens
 
+    def _learn(self) -> None:
+        """Take in what was found out about the backend."""
+        for found in self._discovery.found(_LEARNT_AT_ONCE) if self._discovery is not None else ():
+            current = found.namespace == self._setup.namespace
+            if isinstance(found, Listing):
+                for store in (self._coordinator.blocks, self._coordinator.states) if current else ():
+                    store.add_stored(found.ids)
+                continue
+            for key in found.units if current else ():
+                self._coordinator.store_of(key).set_stored(key, True)
+            if tracked := self._requests.get(found.request_id):
+                tracked.discovering, tracked.discovered = False, True
+
+    def _discovers(self, tracked: Tracked, prompt: Prompt, hit: Hit) -> bool:
+        """Whether the backend is being asked for more of the prompt than is known; asks it, if there is reason to."""
+        if self._discovery is None or tracked.discovered or tracked.discovering:
+            return tracked.discovering
+        tracked.discovered = True
+        ttl_s = self._config.backend.existence_ttl_s if self._config.backend is not None else None
+        deepest = self._coordinator.deepest(prompt)
+        if deepest <= max(hit.reachable_tokens, prompt.local_tokens) or not self._discovery.answers:
+            return False
+        if ttl_s is None and not self._discovery.is_listing:
+            return False
+        if not _due(self._asked, prompt.prefix(deepest), self._clock(), ttl_s or 0.0):
+            return False
+        self._discovery.ask(self._setup.namespace, tracked.request.request_id, prompt)
+        tracked.discovering, tracked.discovered = True, False
+        return True
+
+    def _worth_loading(self, prompt: Prompt, hit: Hit) -> bool:
+        if self._config.backend is None or self._config.backend.when_slow == "load":
+            return True
+        nbytes = 0
+        for key, _ in self._coordinator.needed(prompt, hit.reachable_tokens):
+            store = self._coordinator.store_of(key)
+            if store.presence(key.group, [key.prefix])[0] == Presence.STORED:
+                nbytes += store.slot_bytes(key.group)
+        return not nbytes or self._gate.allows(nbytes, hit.reachable_tokens - hit.resume_tokens)
+
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine made room for `external_tokens`: pin their slots and plan their load."""
         tracked = self._requests.get(request.request_id)
@@ -142,6 +205,7 @@ class SchedulerSide:
         self._count_admission(tracked, resume)
         if external_tokens:
             self._plan_load(tracked, block_ids, resume, external_tokens)
+            self._touch(tracked, resume)
         self._end_lease(tracked)
 
     def _plan_load(
@@ -172,6 +236,17 @@ class SchedulerSide:
         )
         self._loads.append(LoadJob(job, tracked.request.request_id, tuple(copies), broken))
         self.counters.add("promised_tokens", external_tokens)
+
+    def _touch(self, tracked: Tracked, resume_tokens: int) -> None:
+        """Keep what was resumed from in the backend too, where nobody read it."""
+        prompt = self._prompt(tracked, 0)
+        if self._discovery is None or not _due(
+            self._touched, prompt.prefix(resume_tokens), self._clock(), _TOUCH_INTERVAL_S
+        ):
+            return
+        for key, _ in self._coordinator.needed(prompt, resume_tokens):
+            if self._coordinator.store_of(key).is_stored(key):
+                self._touches.append(key)
 
     def _count_admission(self, tracked: Tracked, resume_tokens: int) -> None:
         """What the chain groups had is from now on adopted, lost for a cause, or open."""
@@ -207,6 +282,11 @@ class SchedulerSide:
         plan = StepPlan(setup=self._setup if self._send_setup else None, idle=output.total_num_scheduled_tokens == 0)
         self._send_setup = False
         plan.loads, self._loads = self._loads, []
+        plan.touches, self._touches = self._touches, []
+        if plan.idle and self._discovery is not None and self._discovery.is_asked:
+            self._discovery.wait(_IDLE_WAIT_S)
+        self._learn()
+        self._measure(output)
         for failed in self._jobs.take_overs():
             self._saving.plan_again(plan, failed)
         self._expire_leases()
@@ -228,6 +308,20 @@ class SchedulerSide:
                 if tracked is not None and self._keeps(tracked):
                     self._saving.plan_offers(plan, tracked, self._prompt(tracked, 0), offers)
         return plan
+
+    def _measure(self, output: Any) -> None:
+        tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        if len(self._steps) > _STEPS_IN_FLIGHT:
+            self._steps.clear()  # an engine that does not tell of their ends
+        self._steps.append((self._clock(), tokens if tokens > _PREFILL_TOKENS * requests else 0))
+
+    def stepped(self) -> None:
+        """The oldest step that was planned is done."""
+        if self._steps:
+            began_s, tokens = self._steps.popleft()
+            now_s = self._clock()
+            self._gate.computed(tokens, now_s - max(began_s, self._step_done_s))
+            self._step_done_s = now_s
 
     def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
         # States first: their blocks are needed from then on, and do not push each other out.
@@ -290,6 +384,10 @@ class SchedulerSide:
 
     def report(self, report: WorkerReport) -> None:
         """Results of the workers."""
+        if report.reads:
+            # All ranks read their parts of the same units, two at a time.
+            slowest = max(report.reads.values(), key=lambda read: read[1] / read[0])
+            self._gate.read(slowest[0], slowest[1] / _READS_AT_ONCE)
         self._ended(self._jobs.ended(report.results))
         self._down |= {rank for rank, down in report.down.items() if down}
         self._down -= {rank for rank, down in report.down.items() if not down}
@@ -338,7 +436,8 @@ class SchedulerSide:
 
     def busy(self) -> bool:
         """Whether results are still to come that the engine should stay awake for."""
-        return bool(self._loads) or self._jobs.has_take_overs or self._jobs.any_younger_than(_DRAIN_S)
+        asked = self._discovery is not None and self._discovery.is_asked
+        return asked or bool(self._loads) or self._jobs.has_take_overs or self._jobs.any_younger_than(_DRAIN_S)
 
     def reset(self) -> None:
         """Forget everything; what was computed or stored before is not found afterwards by this engine.
@@ -356,6 +455,11 @@ class SchedulerSide:
         self._setup = replace(self._setup, namespace=namespace, fields=fields)
         self._send_setup = True
         self._coordinator.clear(namespace)
+
+    def shutdown(self) -> None:
+        """Ask the backend nothing any more."""
+        if self._discovery is not None:
+            self._discovery.close(_SHUTDOWN_S)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
@@ -376,3 +480,14 @@ class SchedulerSide:
     def _unpin(self, job: Job) -> None:
         for key, slot in job.units:
             self._coordinator.store_of(key).unpin(key.group, slot)
+
+
+def _due(until: OrderedDict[bytes, float], prefix: bytes, now_s: float, interval_s: float) -> bool:
+    """Whether something is due for a prefix, which it then is not for `interval_s`."""
+    if until.get(prefix, now_s) > now_s:
+        return False
+    until[prefix] = now_s + interval_s
+    until.move_to_end(prefix)
+    if len(until) > _KNOWN_PROMPTS:
+        until.popitem(last=False)
+    return True

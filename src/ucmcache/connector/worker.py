@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ucmcache.config import Config
+from ucmcache.config import BackendSettings, Config
 from ucmcache.connector.layout import Storages, UnitMap, content_text, group_facts, unit_map
 from ucmcache.connector.messages import (
     GroupGeometry,
@@ -32,28 +31,24 @@ from ucmcache.connector.messages import (
     WorkerReport,
 )
 from ucmcache.connector.metrics import Counters
-from ucmcache.connector.pool import DaemonPool
 from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer, Ticket, Transfer
 from ucmcache.coordinator.binding import bind
 from ucmcache.coordinator.spec import Kind
-from ucmcache.errors import BackendError, ConfigError, ContractError, RecordError
+from ucmcache.errors import BackendError, ConfigError, ContractError
 from ucmcache.keys import SnapshotKey, UnitKey
 from ucmcache.store import record
 from ucmcache.store.backend import Backend, Bucket, open_backend
-from ucmcache.store.breaker import Breaker
 from ucmcache.store.memory import MemoryHandle, SlotMemory, map_shared, take_memory, take_shared_memory
+from ucmcache.store.pipeline import READ_BACKOFF_S, WRITE_BACKOFF_S, Call, Pipeline
 
 logger = logging.getLogger(__name__)
 
-_IO_THREADS = 2
 # How long an idle step waits for storage: an engine with nothing to compute neither spins nor takes a step per unit,
 # and a request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT_S = 0.005
-_SHUTDOWN_S = 10.0
-REFUSED = "breaker"  # why a job was not tried: its backend is left alone for a while
-# Few enough that both threads get some, enough that a task's own cost does not count.
-_STAGES_A_TASK = 4
+_SHUTDOWN_S = 4.0
+_QUEUE_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +75,18 @@ class WorkerSide:
         kv_cache_config: Any,
         rank: int,
         ranks: Ranks,
-        executor: Executor | None = None,
         backend: Backend | None = None,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._ranks = ranks
-        self._executor = executor or DaemonPool(_IO_THREADS, "ucmcache-io")
         self._backend = backend
-        if backend is None and config.backend is not None:
-            self._backend = open_backend(config.backend.url, config.backend.capacity_bytes)
+        deadline_s = BackendSettings.model_fields["deadline_s"].default
+        if config.backend is not None:
+            deadline_s = config.backend.deadline_s
+            self._backend = backend or open_backend(config.backend.url, config.backend.capacity_bytes)
+        self._pipeline = Pipeline(deadline_s, on_retry=lambda: self.counters.add("retried_calls", 1))
         self._storages = Storages()
         self._units: dict[int, UnitMap] = {}
         self._facts: WorkerFacts | None = None
@@ -102,12 +98,10 @@ class WorkerSide:
         self._transfer: Transfer | None = None
         self._running: deque[_Running] = deque()
         self._results: deque[Result] = deque()  # appended to by I/O threads too
-        self._io: set[Future[None]] = set()
+        self._reads: deque[tuple[int, float]] = deque()  # bytes and seconds of each, appended to by I/O threads
         self._unstarted: tuple[SaveJob, ...] = ()  # of the plan whose `end` is still to come
-        self._progress = threading.Condition()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
-        self._breaker = Breaker()
         self._told_down = False
         self._told_openings = 0
         self.counters = Counters()
@@ -131,6 +125,8 @@ class WorkerSide:
             spreads = [groups[row.group].alike for row in rows if row.kind is kind]
             if spreads:
                 self._memory[kind] = self._take(kind, nbytes, max(spreads) > 1)
+            # What waits to be written keeps its slots from being used; most of them stay free for others.
+            self._pipeline.queue_bytes = (host.blocks_bytes + host.snapshots_bytes) // _QUEUE_PARTS
         self._facts = WorkerFacts(groups, self._handles)
 
     @property
@@ -146,8 +142,9 @@ class WorkerSide:
             except Exception as error:
                 # Every job will fail and be counted; the engine computes on.
                 self.counters.failure("setup", error)
-        if self._backend is not None:
-            self._submit(self._describe, setup)
+        if self._backend is not None and self._rank == 0:
+            # Only for people and for warnings at a later start; bytes do not depend on it.
+            self._pipeline.submit([self._describe(self._backend, setup)])
 
     def _take(self, kind: Kind, nbytes: int, shared: bool) -> torch.Tensor:
         try:
@@ -201,13 +198,12 @@ class WorkerSide:
             mapped[rank] = self._pinned(torch.frombuffer(memory, dtype=torch.uint8))
         return mapped[rank]
 
-    def _describe(self, setup: Setup) -> None:
-        # Only for people and for warnings at a later start; bytes do not depend on it.
-        if self._backend is not None and self._rank == 0:
-            try:
-                self._backend.describe(setup.namespace, setup.fields)
-            except Exception as error:
-                self.counters.failure("describe", error)
+    def _describe(self, backend: Backend, setup: Setup) -> Call:
+        def describe() -> str:
+            backend.describe(setup.namespace, setup.fields)
+            return ""
+
+        return Call(describe, lambda cause, error: self._count("describe", cause, error), backoff_s=WRITE_BACKOFF_S)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -220,12 +216,12 @@ class WorkerSide:
             self._saves_failed(self._unstarted, "no_end")
         saves = [save for save in plan.saves if self._does(save.ranks)]
         self._unstarted = tuple(save for save in saves if not save.copied)
-        for save in saves:
-            if save.copied:
-                self._submit(self._write, save, self._setup)
-        stages = [stage for stage in plan.stages if self._does(stage.ranks)]
-        for start in range(0, len(stages), _STAGES_A_TASK):
-            self._submit(self._stage_all, stages[start : start + _STAGES_A_TASK], self._setup)
+        calls = [self._stage(stage, self._setup) for stage in plan.stages if self._does(stage.ranks)]
+        calls += [self._write(save, self._setup) for save in saves if save.copied]
+        if plan.touches and self._backend is not None:
+            calls.append(self._touch(plan.touches, self._setup))
+        if calls:
+            self._pipeline.submit(calls)
         for load in plan.loads:
             self._load(load)
 
@@ -245,9 +241,9 @@ class WorkerSide:
 
     def poll(self, idle: bool) -> None:
         """Collect finished copies; in an idle step, first give storage a moment."""
-        if idle and self._io and not self._running:
-            with self._progress:
-                self._progress.wait_for(lambda: not self._io, _IDLE_WAIT_S)
+        self._pipeline.watch()
+        if idle and self._pipeline.pending and not self._running:
+            self._pipeline.wait_idle(_IDLE_WAIT_S)
         for _ in range(len(self._running)):
             running = self._running.popleft()
             try:
@@ -270,12 +266,17 @@ class WorkerSide:
         results = []
         while self._results:
             results.append(self._results.popleft())
-        down = self._breaker.is_open
+        down = not self._pipeline.answers
         changed = {self._rank: down} if down != self._told_down else {}
         self._told_down = down
-        self.counters.add("breaker_openings", self._breaker.openings - self._told_openings)
-        self._told_openings = self._breaker.openings
-        return WorkerReport(results, changed) if results or changed else None
+        openings = self._pipeline.breaker.openings
+        self.counters.add("breaker_openings", openings - self._told_openings)
+        self._told_openings = openings
+        reads = [self._reads.popleft() for _ in range(len(self._reads))]
+        nbytes, seconds = sum(nbytes for nbytes, _ in reads), sum(seconds for _, seconds in reads)
+        self.counters.add("read_bytes", nbytes)
+        speed = {self._rank: (nbytes, seconds)} if reads else {}
+        return WorkerReport(results, changed, speed) if results or changed or speed else None
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -307,52 +308,60 @@ class WorkerSide:
         for save in running.saves:
             self._result(save.job, Phase.COPIED)
             self.counters.add("saved_bytes", self._units[save.copy.group].unit_bytes)
-            if self._backend is not None:
-                self._submit(self._write, save, running.setup)
+        if self._backend is not None:
+            self._pipeline.submit([self._write(save, running.setup) for save in running.saves])
 
     def _saves_failed(self, saves: Sequence[SaveJob], cause: str) -> None:
         for save in saves:
             self._result(save.job, Phase.COPIED, cause)
 
-    def _stage_all(self, stages: Sequence[StageJob], setup: Setup | None) -> None:
-        for stage in stages:
-            self._stage(stage, setup)
-
-    def _stage(self, stage: StageJob, setup: Setup | None) -> None:
-        if not self._breaker.allows():
-            self.counters.add("failures", 1, f"stage:{REFUSED}")
-            self._result(stage.job, Phase.STAGED, REFUSED)
-            return
-        try:
+    def _stage(self, stage: StageJob, setup: Setup | None) -> Call:
+        def read() -> str:
             payload = self._payload(stage.key, stage.slot)
-            cause = "" if record.read_into(*self._record(stage.key, setup), payload) else record.GONE
-            if cause:
-                self.counters.add("failures", 1, f"stage:{cause}")
-            else:
-                self.counters.add("read_bytes", payload.nbytes)
-            self._breaker.succeeded()
-        except RecordError as error:
-            self._breaker.succeeded()  # it answered
-            cause = self.counters.failure("stage", error, error.cause)
-        except Exception as error:
-            self._breaker.failed()
-            cause = self.counters.failure("stage", error)
-        self._result(stage.job, Phase.STAGED, cause)
+            began_s = time.perf_counter()
+            found = record.read_into(*self._record(stage.key, setup), payload)
+            if found:
+                self._reads.append((payload.nbytes, time.perf_counter() - began_s))
+            return "" if found else record.GONE
 
-    def _write(self, save: SaveJob, setup: Setup | None) -> None:
-        cause = ""
-        if not self._breaker.allows():
-            self.counters.add("failures", 1, f"write:{REFUSED}")
-            self._result(save.job, Phase.WRITTEN, REFUSED)
-            return
-        try:
+        def done(cause: str, error: Exception | None) -> None:
+            self._count("stage", cause, error)
+            self._result(stage.job, Phase.STAGED, cause)
+
+        return Call(read, done, is_read=True, backoff_s=READ_BACKOFF_S, key=stage.key)
+
+    def _write(self, save: SaveJob, setup: Setup | None) -> Call:
+        nbytes = self._units[save.copy.group].unit_bytes
+
+        def write() -> str:
             payload = self._payload(save.key, save.copy.slot)
             self.counters.add("written_bytes", record.write(*self._record(save.key, setup), payload))
-            self._breaker.succeeded()
-        except Exception as error:
-            self._breaker.failed()
-            cause = self.counters.failure("write", error)
-        self._result(save.job, Phase.WRITTEN, cause)
+            return ""
+
+        def done(cause: str, error: Exception | None) -> None:
+            self._count("write", cause, error)
+            self._result(save.job, Phase.WRITTEN, cause)
+
+        return Call(write, done, nbytes=nbytes, backoff_s=WRITE_BACKOFF_S, key=save.key)
+
+    def _touch(self, keys: Sequence[UnitKey], setup: Setup | None) -> Call:
+        def touch() -> str:
+            by_bucket: dict[int, list[bytes]] = {}
+            for key in keys:
+                bucket, key_of_record = self._record(key, setup)
+                if key_of_record.rank == self._rank:  # else another rank does it
+                    by_bucket.setdefault(key_of_record.rank, []).append(key_of_record.id)
+            for ids in by_bucket.values():
+                bucket.touch(ids)
+            return ""
+
+        return Call(touch, lambda cause, error: self._count("touch", cause, error))
+
+    def _count(self, operation: str, cause: str, error: Exception | None) -> None:
+        if error is not None:
+            self.counters.failure(operation, error, cause)
+        elif cause:
+            self.counters.add("failures", 1, f"{operation}:{cause}")
 
     # -- shared ---------------------------------------------------------------------------------------------------
 
@@ -383,25 +392,35 @@ class WorkerSide:
             rank=bucket,
         )
 
-    def _submit(self, job: Callable[..., None], *args: object) -> Future[None]:
-        future = self._executor.submit(job, *args)
-        self._io.add(future)
-        future.add_done_callback(self._io_done)
-        return future
+    def wait_durable(self, keys: Sequence[UnitKey], timeout_s: float) -> list[UnitKey]:
+        """Wait for this rank's writes of `keys`; those of them that the backend then does not have, in order.
 
-    def _io_done(self, future: Future[None]) -> None:
-        self._io.discard(future)
-        with self._progress:
-            self._progress.notify_all()
+        Asks the backend itself, so a key that was never saved, or was given up, is among them.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._pipeline.wait_for(keys, timeout_s)
+        found: set[UnitKey] = set()
+
+        def ask(key: UnitKey) -> Call:
+            def contains() -> str:
+                bucket, key_of_record = self._record(key, self._setup)
+                return "" if bucket.contains(key_of_record.id) else record.GONE
+
+            def done(cause: str, error: Exception | None) -> None:
+                if not cause:
+                    found.add(key)
+
+            return Call(contains, done, is_read=True, key=("durable", key))
+
+        self._pipeline.submit([ask(key) for key in keys])
+        self._pipeline.wait_for([("durable", key) for key in keys], max(0.0, deadline_s - time.monotonic()))
+        return [key for key in keys if key not in found]
 
     def shutdown(self, timeout_s: float = _SHUTDOWN_S) -> None:
         """Let writes in flight finish, within a deadline, and give the memory back; may be called again."""
-        pending = wait(tuple(self._io), timeout=timeout_s).not_done
+        pending = self._pipeline.close(timeout_s)
         if pending:
-            logger.warning(
-                "ucmcache: %d storage jobs did not end within %.0f s and are given up", len(pending), timeout_s
-            )
-        self._executor.shutdown(wait=not pending, cancel_futures=True)
+            logger.warning("ucmcache: %d storage calls did not end within %.0f s and are given up", pending, timeout_s)
         # A process may outlive its engine, and start another one. What hangs keeps what it is reading from.
         self._running.clear()
         self._transfer = None

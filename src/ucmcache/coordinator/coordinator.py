@@ -98,6 +98,11 @@ class Coordinator:
         """Where the prompt can be resumed; takes no pins and changes nothing."""
         return resolve_hit(prompt, self.rows, self.blocks, self.directory)
 
+    def deepest(self, prompt: Prompt) -> int:
+        """The deepest position at which a prompt could be resumed at all; 0 if there is none."""
+        top = min(prompt.num_tokens - 1, prompt.hashed_tokens)
+        return top // self.grid_tokens * self.grid_tokens if self.grid_tokens else 0
+
     def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
         """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
         units: list[Placed] = []

@@ -50,14 +50,26 @@ class Breaker:
             self._retry_s = None
             self._trying = False
 
-    def failed(self) -> None:
-        """A call that was allowed failed for a reason of the backend's own."""
+    def failed(self, again: bool = False) -> None:
+        """A call that was allowed failed for a reason of the backend's own.
+
+        One that failed `again` says nothing new, unless it was the one that was let through to try.
+        """
         with self._lock:
+            if again and not self._trying:
+                return
             self._failed += 1
             if self._failed >= self._most or self._trying:
                 self.openings += self._retry_s is None
                 self._retry_s = self._clock() + self._cool_down_s
                 self._trying = False
+
+    def trip(self) -> None:
+        """Open at once, or stay open for longer: a call hangs."""
+        with self._lock:
+            self.openings += self._retry_s is None
+            self._retry_s = self._clock() + self._cool_down_s
+            self._trying = False
 
     def _refuses(self) -> bool:
         return self._retry_s is not None and (self._trying or self._clock() < self._retry_s)

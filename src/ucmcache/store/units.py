@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from itertools import compress, repeat
 
 import numpy as np
@@ -20,6 +21,14 @@ from ucmcache.store.eviction import EvictionPolicy
 _FATES = 65_536
 
 Codes = NDArray[np.uint8]
+
+
+class Durability(Enum):
+    """How far the saving of a unit has come."""
+
+    ACCEPTED = "accepted"  # a slot is reserved and the copy is on its way
+    STAGED = "staged"  # in host memory: it can be loaded, and would be lost with the process
+    DURABLE = "durable"  # in the backend, on all ranks
 
 
 class CodeTable:
@@ -176,6 +185,23 @@ class UnitStore:
         """The backend now holds the unit, or turned out not to."""
         (head,) = heads([key.prefix])
         self._stored.put(key.group, head, Presence.STORED if stored else Presence.ABSENT)
+
+    def is_stored(self, key: UnitKey) -> bool:
+        """Whether the backend holds the unit, as far as is known."""
+        return bool(self._stored.find([key.group], heads([key.prefix]))[0, 0])
+
+    def slot_bytes(self, group: int) -> int:
+        """Bytes that a unit of a group takes in a slot."""
+        return self._arena_of[group].plan.slot_bytes
+
+    def durability(self, key: UnitKey) -> Durability | None:
+        """How far the saving of a unit has come; None if it is nowhere."""
+        if self.is_stored(key):
+            return Durability.DURABLE
+        arena = self._arena_of[key.group]
+        if arena.slot(key.group, key.prefix) is not None:
+            return Durability.STAGED
+        return None if arena.held(key.group, key.prefix) is None else Durability.ACCEPTED
 
     @property
     def pinned_slots(self) -> int:

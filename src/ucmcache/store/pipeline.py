@@ -1,0 +1,246 @@
+"""A rank's calls to its backend, on threads of their own: nothing that computes or schedules ever waits for one.
+
+Reads go before writes, and never wait for a thread that writes: a request waits for a read, nobody for a write. What
+cannot be taken is refused at once and told why; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from ucmcache.errors import BackendFullError, RecordError
+from ucmcache.store.breaker import Breaker
+
+# Why a call was not made, or not made again.
+REFUSED = "breaker"  # its backend is left alone for a while
+QUEUE_FULL = "queue_full"
+SHUTDOWN = "shutdown"
+FULL = "full"
+
+READ_BACKOFF_S = (0.01, 0.05)
+WRITE_BACKOFF_S = (0.1, 0.5, 2.0)
+_THREADS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call to a backend. `run` returns a cause, empty for success, or raises.
+
+    `done` gets the cause and what was raised last, on any thread, once, and does not raise.
+    """
+
+    run: Callable[[], str]
+    done: Callable[[str, Exception | None], None]
+    is_read: bool = False
+    nbytes: int = 0  # of the slot that a write keeps from being used
+    backoff_s: Sequence[float] = ()  # how long to wait before each further attempt
+    key: Hashable = None
+    attempts: int = 0
+
+
+class Pipeline:
+    """Makes calls in the order of their submission, reads first, and each again as often as its backoff says.
+
+    Writes that wait hold at most `queue_bytes` (None: any), others are refused. A call that takes longer than
+    `deadline_s` opens the breaker; there are never more such calls than threads, and while they take all of them every
+    other is refused. `watch` has to be called now and then. `on_retry` hears of every further attempt.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float,
+        *,
+        queue_bytes: int | None = None,
+        threads: int = _THREADS,
+        breaker: Breaker | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.queue_bytes = queue_bytes
+        self.breaker = breaker or Breaker()
+        self._deadline_s = deadline_s
+        self._most_threads = threads
+        self._clock = clock
+        self._on_retry = on_retry
+        self._changed = threading.Condition()
+        self._reads: deque[Call] = deque()
+        self._writes: deque[Call] = deque()
+        self._again: list[tuple[float, int, Call]] = []  # when, number, call
+        self._numbers = 0
+        self._queued_bytes = 0
+        self._active: dict[Call, float] = {}  # since when
+        self._late: set[Call] = set()
+        self._keys: Counter[Hashable] = Counter()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    @property
+    def answers(self) -> bool:
+        """Whether calls are made now; else they are refused."""
+        with self._changed:
+            hung = len(self._late) >= self._most_threads
+        return not hung and not self.breaker.is_open
+
+    @property
+    def pending(self) -> int:
+        """Calls that were taken and are not done."""
+        with self._changed:
+            return self._pending()
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Take calls, or refuse them at once."""
+        refused: list[tuple[Call, str]] = []
+        answers = self.answers
+        with self._changed:
+            for call in calls:
+                cause = SHUTDOWN if self._closing else "" if answers else REFUSED
+                if not cause and not call.is_read and call.nbytes and self._queued_bytes:
+                    full = self.queue_bytes is not None and self._queued_bytes + call.nbytes > self.queue_bytes
+                    cause = QUEUE_FULL if full else ""
+                if cause:
+                    refused.append((call, cause))
+                else:
+                    self._queue(call)
+                    self._keys[call.key] += 1
+            if self._pending() and len(self._threads) < self._most_threads:
+                self._start_threads()
+            self._changed.notify_all()
+        for call, cause in refused:
+            call.done(cause, None)
+
+    def watch(self) -> None:
+        """Notice calls that hang, and refuse what waits while the backend does not answer."""
+        now_s = self._clock()
+        with self._changed:
+            late = {call for call, since_s in self._active.items() if now_s - since_s > self._deadline_s} - self._late
+            self._late |= late
+        if late:
+            self.breaker.trip()
+        if not self.answers:
+            self._refuse_all(REFUSED)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is pending; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending(), timeout_s)
+
+    def wait_for(self, keys: Collection[Hashable], timeout_s: float) -> bool:
+        """Wait until no call with one of these keys is pending; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(self._keys[key] for key in keys), timeout_s)
+
+    def close(self, timeout_s: float) -> int:
+        """Take no more calls, finish those that were taken, within a deadline; how many were given up."""
+        with self._changed:
+            self._closing = True
+            while self._again:  # their last chance is now
+                self._queue(heapq.heappop(self._again)[2])
+            self._changed.notify_all()
+        self.wait_idle(timeout_s if self.answers else 0.0)
+        given_up = self._refuse_all(SHUTDOWN)
+        with self._changed:
+            return given_up + len(self._active)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        # Daemons: one that hangs on dead storage must not keep an exiting process for ever.
+        for number in range(self._most_threads):
+            thread = threading.Thread(target=self._work, name=f"ucmcache-io-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _pending(self) -> int:
+        return len(self._reads) + len(self._writes) + len(self._again) + len(self._active)
+
+    def _queue(self, call: Call) -> None:
+        (self._reads if call.is_read else self._writes).append(call)
+        self._queued_bytes += 0 if call.is_read else call.nbytes
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            cause, error, again = self._made(call)
+            with self._changed:
+                del self._active[call]
+                self._late.discard(call)
+                again = again and call.attempts < len(call.backoff_s) and not self._closing
+                if again:
+                    self._numbers += 1
+                    due_s = self._clock() + call.backoff_s[call.attempts]
+                    heapq.heappush(self._again, (due_s, self._numbers, call))
+                    call.attempts += 1
+            if again:
+                self._on_retry()
+            else:
+                self._end(call, cause, error)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _next(self) -> Call | None:
+        with self._changed:
+            while True:
+                now_s = self._clock()
+                while self._again and self._again[0][0] <= now_s:
+                    self._queue(heapq.heappop(self._again)[2])
+                writing = sum(not call.is_read for call in self._active)
+                if self._reads:
+                    call = self._reads.popleft()
+                elif self._writes and writing < max(1, self._most_threads - 1):
+                    call = self._writes.popleft()
+                    self._queued_bytes -= call.nbytes
+                elif self._closing and not self._writes and not self._again:
+                    return None
+                else:
+                    self._changed.wait(self._again[0][0] - now_s if self._again else None)
+                    continue
+                self._active[call] = now_s
+                return call
+
+    def _made(self, call: Call) -> tuple[str, Exception | None, bool]:
+        """Make a call; its cause, what it raised, and whether another attempt might do better."""
+        if not self.breaker.allows():
+            return REFUSED, None, False
+        try:
+            cause = call.run()
+        except RecordError as error:
+            self._answered(call)
+            return error.cause, error, False
+        except BackendFullError as error:
+            self._answered(call)
+            return FULL, error, True
+        except Exception as error:
+            self.breaker.failed(again=call.attempts > 0)
+            return type(error).__name__, error, not self.breaker.is_open
+        self._answered(call)
+        return cause, None, False
+
+    def _answered(self, call: Call) -> None:
+        with self._changed:
+            late = call in self._late
+        if not late:  # the breaker has already judged that one
+            self.breaker.succeeded()
+
+    def _end(self, call: Call, cause: str, error: Exception | None) -> None:
+        with self._changed:
+            self._keys[call.key] -= 1
+            if not self._keys[call.key]:
+                del self._keys[call.key]
+        call.done(cause, error)
+
+    def _refuse_all(self, cause: str) -> int:
+        with self._changed:
+            calls = [*self._reads, *self._writes, *(call for _, _, call in self._again)]
+            self._reads.clear()
+            self._writes.clear()
+            self._again.clear()
+            self._queued_bytes = 0
+        for call in calls:
+            self._end(call, cause, None)
+        with self._changed:
+            self._changed.notify_all()
+        return len(calls)
