@@ -164,6 +164,10 @@ class SchedulerSide:
                 for store in (self._coordinator.blocks, self._coordinator.states) if current else ():
                     store.add_stored(found.ids)
                 continue
+            if found.error is not None:
+                self.counters.failure("ask", found.error, found.cause)
+            elif found.cause:
+                self.counters.add("failures", 1, f"ask:{found.cause}")
             for key in found.units if current else ():
                 self._coordinator.store_of(key).set_stored(key, True)
             if tracked := self._requests.get(found.request_id):

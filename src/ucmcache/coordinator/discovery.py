@@ -43,6 +43,8 @@ class Answer(NamedTuple):
     namespace: bytes
     request_id: str
     units: Sequence[UnitKey]
+    cause: str = ""  # why the backend gave no answer
+    error: Exception | None = None
 
 
 class Discovery:
@@ -108,7 +110,7 @@ class Discovery:
             return ""
 
         def done(cause: str, error: Exception | None) -> None:
-            self._found.append(Answer(namespace, request_id, () if cause else answer))
+            self._found.append(Answer(namespace, request_id, () if cause else answer, cause, error))
 
         self._pipeline.submit([Call(run, done, is_read=True, backoff_s=READ_BACKOFF_S)])
 
@@ -136,7 +138,7 @@ class Discovery:
 
     def _everywhere(self, namespace: bytes) -> Iterator[bytes]:
         """Ids of units whose parts are all there, and b"" for others, so that whoever reads this never waits long."""
-        buckets = {group_tag(namespace, seed): set(self._buckets[group]) for group, seed in self._seeds.items()}
+        buckets = {group_tag(namespace, self._seeds[group]): set(found) for group, found in self._buckets.items()}
         parts: Counter[bytes] = Counter()
         for bucket in sorted(set().union(*buckets.values())):
             for id in self._backend.bucket(namespace, bucket).scan():
@@ -172,8 +174,8 @@ class Discovery:
             if row.group in self._whole_chains and row.block_tokens <= prompt.hashed_tokens
         }
         places = {
-            group: (group_tag(namespace, seed), [self._backend.bucket(namespace, one) for one in self._buckets[group]])
-            for group, seed in self._seeds.items()
+            group: (group_tag(namespace, self._seeds[group]), [self._backend.bucket(namespace, one) for one in buckets])
+            for group, buckets in self._buckets.items()
         }
         asked = _Asked(places, first)
         hit = resolve_hit(prompt, self._rows, asked, asked)

@@ -113,7 +113,7 @@ class FileBackend:
         self._check_open()
         text = json.dumps(dict(fields), sort_keys=True, indent=1).encode()
         with failing_as(f"describing a namespace in {self.root}"):
-            self._folder(namespace).write(NAMESPACE_FILE, [text])
+            self._folder(namespace).write(NAMESPACE_FILE, [text], counts=False)
 
     def namespaces(self) -> dict[bytes, dict[str, str]]:
         """Digest -> fields of every readable namespace.json. Raises BackendError if the root cannot be listed."""

@@ -25,6 +25,7 @@ _FREE_PARTS = 10
 _WAIT_S = 2.0  # that a writer waits for room before it fails
 _BATCH_FILES = 64  # removed before other threads get a turn
 _LEASE_RETRY_S = 0.02
+_CLOSE_S = 1.0
 
 
 class Space:
@@ -97,6 +98,8 @@ class Space:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)  # whoever removes the root next shall not meet it
 
     # -- the collector --------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class Space:
                 failure = self._collect()
             except Exception as error:
                 failure = error
-            if failure is not None and self._failure is None:
+            if failure is not None and self._failure is None and not self._closed:
                 logger.warning("ucmcache: %s cannot be kept within its capacity: %s", self._root, failure)
             with self._changed:
                 self._failure = failure
