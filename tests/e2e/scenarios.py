@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,15 @@ def _engine(arguments: dict[str, Any], connector: bool = True, **options: Any) -
     extra = {"host": {"blocks": "128MiB", "snapshots": "128MiB"}, **arguments.get("extra", {})}
     transfer = transfer_config(extra, arguments.get("policy", "fail")) if connector else None
     return Engine(arguments["model"], transfer, **{**arguments.get("options", {}), **options})
+
+
+def _ended(engine: Engine, result: dict[str, Any]) -> dict[str, Any]:
+    """Stop the engine, and say how long that took and how many threads storage had."""
+    result["storage_threads"] = sum(thread.name.startswith("ucmcache") for thread in threading.enumerate())
+    began_s = time.monotonic()
+    engine.shutdown()
+    result["shutdown_s"] = time.monotonic() - began_s
+    return result
 
 
 def legs(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +80,7 @@ def legs(arguments: dict[str, Any]) -> dict[str, Any]:
         "jobs": engine.connector._scheduler.jobs_in_flight,
         "lost_blocks": blocks_not_given_back(engine),
     }
-    engine.shutdown()
-    return result
+    return _ended(engine, result)
 
 
 def first_prompt(block: int) -> list[int]:
@@ -132,8 +142,7 @@ def again(arguments: dict[str, Any]) -> dict[str, Any]:
             if metric.name.startswith("vllm:ucmcache_") and not metric.labels.get("cause")
         },
     }
-    engine.shutdown()
-    return result
+    return _ended(engine, result)
 
 
 def reference(arguments: dict[str, Any]) -> dict[str, Any]:

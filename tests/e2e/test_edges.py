@@ -20,7 +20,7 @@ Checkpoint = Callable[[str], Path]
 def test_mla_on_cpu_promises_all_but_the_last_token_or_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "model": str(checkpoint("deepseek-v2")),
-        "extra": {"backend": {"url": (tmp_path / "store").as_uri()}},
+        "extra": {"backend": {"url": (tmp_path / "store").as_uri(), "when_slow": "load"}},
     }
     first = run("mla", {**arguments, "fresh": True})
     second = run("mla", {**arguments, "answers": first["answers"]})
@@ -49,7 +49,7 @@ def test_mla_on_cpu_promises_all_but_the_last_token_or_nothing(checkpoint: Check
 def test_eight_mla_requests_resume_at_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "model": str(checkpoint("deepseek-v2")),
-        "extra": {"backend": {"url": (tmp_path / "store").as_uri()}},
+        "extra": {"backend": {"url": (tmp_path / "store").as_uri(), "when_slow": "load"}},
     }
     first = run("eight_at_once", arguments)
     second = run("eight_at_once", {**arguments, "answers": first["answers"]})
@@ -130,7 +130,7 @@ def test_damage_between_runs_costs_only_time(shape: str, checkpoint: Checkpoint,
     store = tmp_path / "store"
     arguments: dict[str, Any] = {
         "model": str(checkpoint(shape)),
-        "extra": {"backend": {"url": store.as_uri()}},
+        "extra": {"backend": {"url": store.as_uri(), "when_slow": "load"}},
         "folder": str(store),
         "prompts": len(DAMAGES),
     }

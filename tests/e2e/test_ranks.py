@@ -22,7 +22,7 @@ def test_mla_is_kept_once_and_read_by_both_ranks(checkpoint: Checkpoint, tmp_pat
         folder = tmp_path / str(ranks)
         arguments: dict[str, Any] = {
             "model": str(checkpoint("deepseek-v2")),
-            "extra": {"backend": {"url": folder.as_uri()}},
+            "extra": {"backend": {"url": folder.as_uri(), "when_slow": "load"}},
             "options": {"tensor_parallel_size": ranks},
         }
         fresh = results[ranks, "fresh"] = run("mla_ranks", arguments)
