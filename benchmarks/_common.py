@@ -38,6 +38,12 @@ def below(name: str, value: float, limit: float, unit: str = "ratio") -> Goal:
     return Goal(name, value, f"<= {limit:g}", unit, value <= limit)
 
 
+def above(name: str, value: float, limit: float, unit: str = "ratio") -> Goal:
+    """A goal that is met from `limit` on."""
+    value = round(value, 4)
+    return Goal(name, value, f">= {limit:g}", unit, value >= limit)
+
+
 def ms(seconds: float) -> str:
     """Milliseconds, as tables show them."""
     return f"{seconds * 1000:,.1f}"

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -216,6 +217,13 @@ class Engine:
         if not self.engine.reset_prefix_cache():
             raise AssertionError("vLLM's prefix cache could not be reset: something still holds blocks")
         self.poison()
+
+    def read_index(self) -> None:
+        """Wait until the backend is listed."""
+        side = self.connector._scheduler
+        while side._discovery.is_listing or side._discovery._found:
+            side._learn()
+            time.sleep(0.001)
 
     def preempt_all(self) -> None:
         """Preempt what runs, as vLLM does when its weights change, and poison all KV memory."""

@@ -38,7 +38,7 @@ _STEPS_IN_FLIGHT = 8
 _PREFILL_TOKENS = 8  # a request; a step of more is a prefill
 _READS_AT_ONCE = 2
 # A backend that never answers must not keep an idle engine awake for ever.
-_DRAIN_S = 30.0
+_DRAIN_S = 10.0
 
 
 class SchedulerSide:
