@@ -127,16 +127,25 @@ def of_one_size(folder: Path, size: int, count: int, times: int) -> list[dict[st
     target = memoryview(take_memory(count * size))
     parts = [source[at : at + size] for at in range(0, count * size, size)]
     outs = [target[at : at + size] for at in range(0, count * size, size)]
-    keys = [
-        record.RecordKey(NAMESPACE, SEED, "block", hashlib.sha256(b"%d" % i).digest(), b"", i + 1, 0)
-        for i in range(count)
-    ]
     rounds = iter(range(10_000))
-    written: dict[str, Path] = {}
+    # A root in use has all its folders.
+    written = {"ours": folder / "ours"}
+    shards = [written["ours"] / f"ns-{NAMESPACE.hex()}" / "r0" / f"{shard:02x}" for shard in range(256)]
+    for shard in shards:
+        shard.mkdir(parents=True)
+    bucket = FileBackend(written["ours"]).bucket(NAMESPACE, 0)
+    keys: list[record.RecordKey] = []
+
+    def new_keys() -> None:
+        old, number = list(keys), next(rounds)
+        keys[:] = [
+            record.RecordKey(NAMESPACE, SEED, "block", hashlib.sha256(b"%d/%d" % (number, i)).digest(), b"", i + 1, 0)
+            for i in range(count)
+        ]
+        for key in old:
+            bucket.delete(key.id)
 
     def write_ours() -> None:
-        written["ours"] = folder / f"ours{next(rounds)}"
-        bucket = FileBackend(written["ours"]).bucket(NAMESPACE, 0)
         for key, part in zip(keys, parts, strict=True):
             record.write(bucket, key, part)
 
@@ -160,7 +169,6 @@ def of_one_size(folder: Path, size: int, count: int, times: int) -> list[dict[st
         batch_store_block([str(written["vllm"] / str(i)) for i in range(count)], source, offsets, size)
 
     def read_ours() -> None:
-        bucket = FileBackend(written["ours"]).bucket(NAMESPACE, 0)
         for key, out in zip(keys, outs, strict=True):
             if not record.read_into(bucket, key, out):
                 raise OSError("a record is gone")
@@ -184,7 +192,7 @@ def of_one_size(folder: Path, size: int, count: int, times: int) -> list[dict[st
                 shutil.rmtree(old)
         os.sync()  # what was written before is not paid for by the next
 
-    writes = in_turn([write_ours, write_plain(True), write_plain(False), write_vllm], times, tidy)
+    writes = in_turn([write_ours, write_plain(True), write_plain(False), write_vllm], times, tidy, new_keys)
     direct, cached = (median_ratio(other, writes[0]) for other in writes[1:3])
     cold = in_turn([read_ours, read_plain], times, lambda: forget(written["ours"], written["plain cached"]))
     for name in list(written):
@@ -364,11 +372,15 @@ def timed(body: Callable[[], object]) -> float:
 
 
 def in_turn(
-    bodies: Sequence[Callable[[], object]], times: int, between: Callable[[], None] = lambda: None
+    bodies: Sequence[Callable[[], object]],
+    times: int,
+    between: Callable[[], None] = lambda: None,
+    before_round: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
     """Seconds of each body, one after the other, `times` times after a first round that does not count."""
     results: list[list[float]] = [[] for _ in bodies]
     for number in range(times + 1):
+        before_round()
         for body, result in zip(bodies, results, strict=True):
             between()
             seconds = timed(body)

@@ -23,7 +23,7 @@ FILE_MODE = 0o600
 
 _PAGE_BYTES = 4096  # what every file system of today that has O_DIRECT takes as a unit
 _DIRECT_FROM_BYTES = 64 << 10  # below it, waiting for the disk costs more than the page cache
-_BOUNCE_BYTES = 1 << 20
+_BOUNCE_BYTES = 4 << 20
 _IOV_MAX = 1024  # views per system call that Linux takes
 # O_NONBLOCK: opening a fifo that lies under a valid name must not wait for its writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
