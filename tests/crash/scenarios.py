@@ -16,9 +16,9 @@ from ucmcache.store.backend import Bucket
 from ucmcache.store.backends.file import FileBackend
 
 SIZES = (3000, 70_001, 300 * KIB)  # below and above where writes go around the page cache
-PAGE_BYTES = 4096
-SMALL_BYTES = 3000  # of payload: a record takes one page
-CAPACITY_BYTES = 100 * PAGE_BYTES
+SMALL_BYTES = 3000  # of payload
+RECORD_BYTES = 8192  # that such a record takes, in whole pages
+CAPACITY_BYTES = 100 * RECORD_BYTES
 ENDLESS_CAPACITY_BYTES = 4096 * KIB
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -13,11 +13,28 @@ from unittest import mock
 # By name, since that is how the backend calls them; each is before its effect when `before` is called.
 CALLS: dict[str, Any] = {
     **dict.fromkeys(("open", "close", "fstat", "lstat", "scandir", "mkdir", "unlink", "rename", "replace"), os),
-    **dict.fromkeys(("write", "writev", "pwrite", "read", "readv", "pread", "fsync", "ftruncate", "utime"), os),
+    **dict.fromkeys(
+        ("write", "writev", "pwrite", "read", "readv", "pread", "preadv", "fsync", "ftruncate", "utime"), os
+    ),
     **dict.fromkeys(("flock", "fcntl"), fcntl),
 }
 
 Before = Callable[[str, tuple[Any, ...]], None]
+
+
+def front(views: Sequence[Any], nbytes: int) -> list[memoryview]:
+    """The first bytes of `views`, where they lie: calls around the page cache take no others."""
+    cut = []
+    for view in views:
+        if nbytes > 0:
+            cut.append(memoryview(view)[:nbytes])
+            nbytes -= len(cut[-1])
+    return cut
+
+
+def is_direct(fd: int) -> bool:
+    """Whether calls on `fd` go around the page cache, in whole pages."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 @contextmanager

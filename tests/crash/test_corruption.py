@@ -139,7 +139,18 @@ def test_a_tail_that_became_zeros_is_refused(tmp_path: Path, nbytes: int) -> Non
     path, end = object_path(tmp_path, key_of(VICTIM)), HEADER_BYTES + nbytes
     whole = path.read_bytes()
     causes: Counter[str] = Counter()
-    cuts = [0, 7, 8, 9, HEADER_BYTES - 17, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, end // 2, end - 1]
+    cuts = [
+        0,
+        7,
+        8,
+        9,
+        HEADER_BYTES - 17,
+        HEADER_BYTES - 1,
+        HEADER_BYTES,
+        HEADER_BYTES + 1,
+        HEADER_BYTES + nbytes // 2,
+        end - 1,
+    ]
     with neighbours_unharmed(bucket, nbytes):
         for cut in cuts:
             path.write_bytes(whole[:cut])

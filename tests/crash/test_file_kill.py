@@ -27,7 +27,7 @@ from tests.crash.records import (
     put,
     temporaries,
 )
-from tests.crash.scenarios import CAPACITY_BYTES, ENDLESS_CAPACITY_BYTES, PAGE_BYTES, SMALL_BYTES, size_of
+from tests.crash.scenarios import CAPACITY_BYTES, ENDLESS_CAPACITY_BYTES, RECORD_BYTES, SMALL_BYTES, size_of
 from tests.crash.zygote import Child, Zygote
 from ucmcache.store import record
 from ucmcache.store.backends.file import FileBackend
@@ -85,7 +85,7 @@ def damage(root: Path, number: int) -> None:
 def leave_temporary(root: Path) -> None:
     dead = FileBackend(root, pid=lambda: DEAD_PID)
     [folder] = root.glob("ns-*/r0/tmp")
-    left = folder / dead._temporaries.name(PAGE_BYTES)  # there is no other way to a dead writer's name
+    left = folder / dead._temporaries.name(RECORD_BYTES)  # there is no other way to a dead writer's name
     left.write_bytes(b"half")
     os.utime(left, (time.time() - 4000,) * 2)
 
@@ -166,7 +166,7 @@ def check(root: Path, scenario: str, before: range, reports: list[str]) -> None:
         must.discard(DAMAGED)
     if scenario == "collect":
         # What it gave up is what there was no room for, and no more; the count may hold one dead writer's page.
-        assert CAPACITY_BYTES * 90 // 100 - 2 * PAGE_BYTES <= du_bytes(root) <= CAPACITY_BYTES
+        assert CAPACITY_BYTES * 90 // 100 - 2 * RECORD_BYTES <= du_bytes(root) <= CAPACITY_BYTES
         check_sweep(root, CAPACITY_BYTES, left)
         check_capacity(root, CAPACITY_BYTES, SMALL_BYTES)
     else:

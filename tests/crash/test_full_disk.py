@@ -28,7 +28,7 @@ from tests.crash.records import (
     temporaries,
     verified,
 )
-from tests.crash.system_calls import calls_of, failing_call, watched
+from tests.crash.system_calls import calls_of, failing_call, front, is_direct, watched
 from ucmcache.errors import BackendError, BackendFullError, RecordError
 from ucmcache.store import record
 from ucmcache.store.backend import Bucket
@@ -156,44 +156,34 @@ def is_temporary(fd: int) -> bool:
 
 def failing_writes(patch: pytest.MonkeyPatch, at: int, code: int) -> None:
     """A disk that takes `at` bytes of each object and then fails."""
-    write, writev = os.write, os.writev
-
-    def room(fd: int) -> int:
-        return at - os.lseek(fd, 0, os.SEEK_CUR)
-
-    def fail() -> OSError:
-        return OSError(code, os.strerror(code))
-
-    def failing_write(fd: int, data: memoryview) -> int:
-        pages = room(fd) // 4096 * 4096  # such writes go around the page cache, in whole pages
-        if is_temporary(fd) and pages < len(data):
-            if not pages:
-                raise fail()
-            return write(fd, data[:pages])
-        return write(fd, data)
+    writev = os.writev
 
     def failing_writev(fd: int, views: Sequence[Any]) -> int:
-        if is_temporary(fd) and room(fd) < sum(map(len, views)):
-            if room(fd) <= 0:
-                raise fail()
-            return writev(fd, [b"".join(views)[: room(fd)]])
-        return writev(fd, views)
+        room = at - os.lseek(fd, 0, os.SEEK_CUR)
+        if not is_temporary(fd) or room >= sum(map(len, views)):
+            return writev(fd, views)
+        if is_direct(fd):
+            room = room // 4096 * 4096
+        if room <= 0:
+            raise OSError(code, os.strerror(code))
+        return writev(fd, front(views, room))
 
-    patch.setattr(os, "write", failing_write)
     patch.setattr(os, "writev", failing_writev)
 
 
 def failing_reads(patch: pytest.MonkeyPatch, at: int, code: int) -> None:
     """A disk that gives `at` bytes of each object and then fails."""
-    readv = os.readv
+    preadv = os.preadv
 
-    def failing_readv(fd: int, views: Sequence[Any]) -> int:
-        room = at - os.lseek(fd, 0, os.SEEK_CUR)
+    def failing_preadv(fd: int, views: Sequence[Any], begin: int) -> int:
+        room = at - begin
+        if room < sum(map(len, views)) and is_direct(fd):
+            room = room // 4096 * 4096
         if room <= 0:
             raise OSError(code, os.strerror(code))
-        return readv(fd, [memoryview(views[0])[:room]])
+        return preadv(fd, front(views, room), begin)
 
-    patch.setattr(os, "readv", failing_readv)
+    patch.setattr(os, "preadv", failing_preadv)
 
 
 def places(nbytes: int, drawn: int) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.crash.system_calls import watched
+from tests.crash.system_calls import front, watched
 
 # Taken before anything is watched.
 _write, _writev, _kill = os.write, os.writev, os.kill
@@ -49,8 +49,8 @@ class Points:
 
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._pass(f"before {name}")
-        if name in ("write", "writev"):
-            self._pass(f"amid {name}", lambda: _half(name, *arguments))
+        if name == "writev":
+            self._pass(f"amid {name}", lambda: _half(*arguments))
 
     def after(self, name: str, arguments: tuple[Any, ...]) -> None:
         self._pass(f"after {name}")
@@ -67,14 +67,10 @@ class Points:
                 _kill(os.getpid(), self._signal)
 
 
-def _half(name: str, fd: int, data: Any) -> None:
+def _half(fd: int, data: Any) -> None:
     """Half of a write, for a process that then dies; in whole pages, as one around the page cache must be."""
-    content = data if name == "write" else b"".join(data)
-    pages = len(content) // 2 // 4096 * 4096
-    if name == "write":
-        _write(fd, content[:pages])
-    else:
-        _writev(fd, [content[: pages or len(content) // 2]])
+    half = sum(map(len, data)) // 2
+    _writev(fd, front(data, half // 4096 * 4096 or half))
 
 
 def main() -> None:

@@ -183,13 +183,7 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
     def watched_load(transfer: HostTransfer, copies: Any) -> Any:
         ticket = load(transfer, copies)
         for copy in copies:
-            regions = transfer._units[copy.group].regions
-            block = b"".join(
-                transfer._flat[region.storage][region.offset_bytes + copy.block * region.stride_bytes :][
-                    : region.nbytes
-                ].tobytes()
-                for region in regions
-            )
+            block = b"".join(run.blocks[copy.block].tobytes() for run in transfer._runs[copy.group])
             if arguments.get("fresh") and block != saved[copy.group, copy.slot]:
                 mismatches.append(copy.block)
         return ticket

@@ -388,9 +388,9 @@ def test_a_failing_overwrite_keeps_the_old_object(tmp_path: Path, monkeypatch: p
 
 def test_short_writes_and_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = FileBackend(tmp_path).bucket(NAMESPACE, 0)
-    writev, readv = os.writev, os.readv
+    writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:333]]))
-    monkeypatch.setattr(os, "readv", lambda fd, views: readv(fd, [views[0][:334]]))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:334]], at))
     bucket.put(ID, [CONTENT[:1000], CONTENT[1000:1001], CONTENT[1001:]])
     out = memoryview(bytearray(len(CONTENT)))
     assert bucket.get_into(ID, [out[:1], out[1:5000], out[5000:]])
@@ -407,13 +407,13 @@ def test_a_write_that_takes_nothing_does_not_spin(tmp_path: Path, monkeypatch: p
 def test_a_file_cut_short_during_the_read_is_a_length_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = FileBackend(tmp_path).bucket(NAMESPACE, 0)
     bucket.put(ID, [CONTENT])
-    readv = os.readv
+    preadv = os.preadv
 
-    def truncating(fd: int, views: Sequence[Any]) -> int:
+    def truncating(fd: int, views: Sequence[Any], at: int) -> int:
         os.truncate(object_path(tmp_path), 100)
-        return readv(fd, views)
+        return preadv(fd, views, at)
 
-    monkeypatch.setattr(os, "readv", truncating)
+    monkeypatch.setattr(os, "preadv", truncating)
     with pytest.raises(RecordError) as caught:
         get(bucket, ID, len(CONTENT))
     assert caught.value.cause == "length"

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ucmcache.connector.layout import Storages, UnitMap
+from ucmcache.connector.layout import Region, Storages, UnitMap
 from ucmcache.connector.messages import UnitCopy
 from ucmcache.store.memory import SlotMemory
 
@@ -47,32 +48,64 @@ class HostTransfer:
     """Synchronous copies where the engine's memory is host memory."""
 
     def __init__(self, storages: Storages, units: Mapping[int, UnitMap], slots: Mapping[int, SlotMemory]) -> None:
-        self._flat: list[NDArray[np.uint8]] = [storage.numpy() for storage in storages.flat]
-        self._units = units
+        flat: list[NDArray[np.uint8]] = [storage.numpy() for storage in storages.flat]
+        self._runs = {group: _runs_of(unit, flat) for group, unit in units.items()}
         self._slots = slots
 
     def save(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
             row = self._slots[group].row(slot)
-            at = 0
-            for storage, offset, stride, nbytes in self._units[group].regions:
-                begin = offset + block * stride
-                row[at : at + nbytes] = self._flat[storage][begin : begin + nbytes]
-                at += nbytes
+            for blocks, begin, end in self._runs[group]:
+                source = blocks[block]
+                row[begin:end].reshape(source.shape)[...] = source
         return Ticket(None)
 
     def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         for group, slot, block in copies:
             row = self._slots[group].row(slot)
-            at = 0
-            for storage, offset, stride, nbytes in self._units[group].regions:
-                begin = offset + block * stride
-                self._flat[storage][begin : begin + nbytes] = row[at : at + nbytes]
-                at += nbytes
+            for blocks, begin, end in self._runs[group]:
+                target = blocks[block]
+                target[...] = row[begin:end].reshape(target.shape)
         return Ticket(None)
 
     def done(self, ticket: Ticket) -> bool:
         return True
+
+
+class _Run(NamedTuple):
+    """Regions that one copy moves, since they are as far from each other in the engine's memory as in every block."""
+
+    blocks: NDArray[np.uint8]  # [blocks, regions, bytes of a region], or without the middle axis for one region
+    begin: int  # in a unit
+    end: int
+
+
+def _runs_of(unit: UnitMap, flat: Sequence[NDArray[np.uint8]]) -> list[_Run]:
+    """The regions of a unit as few copies, in slot order."""
+    bundles: list[list[Region]] = []
+    for region in unit.regions:
+        last = bundles[-1] if bundles else []
+        if last and region == last[-1]._replace(offset_bytes=region.offset_bytes):
+            step = region.offset_bytes - last[-1].offset_bytes
+            if step > 0 and (len(last) == 1 or step == last[-1].offset_bytes - last[-2].offset_bytes):
+                last.append(region)
+                continue
+        bundles.append([region])
+    runs, at = [], 0
+    for bundle in bundles:
+        first, count = bundle[0], len(bundle)
+        step = bundle[1].offset_bytes - first.offset_bytes if count > 1 else first.nbytes
+        bytes_from_first = flat[first.storage].nbytes - first.offset_bytes - (count - 1) * step - first.nbytes
+        blocks = bytes_from_first // first.stride_bytes + 1 if first.stride_bytes > 0 else 1
+        view = as_strided(
+            flat[first.storage][first.offset_bytes :],
+            (blocks, count, first.nbytes),
+            (first.stride_bytes, step, 1),
+        )
+        end = at + count * first.nbytes
+        runs.append(_Run(view if count > 1 else view[:, 0], at, end))
+        at = end
+    return runs
 
 
 class Device(Protocol):

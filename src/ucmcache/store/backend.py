@@ -7,7 +7,7 @@ schedules or computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -36,8 +36,11 @@ class Bucket(Protocol):
         for want of room.
         """
 
-    def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
+    def get_into(self, id: bytes, parts: Sequence[memoryview], filled: Callable[[int], None] | None = None) -> bool:
         """Fill the writable `parts` in order with the object's bytes; False if there is no such object.
+
+        A backend that reads piece by piece may tell `filled` of so many more bytes that are in place, in order, and
+        will not change any more: they are checked while they are in the CPU's cache. Nothing has to be told.
 
         Raises RecordError("length") unless the object is exactly as long as the parts together, BackendError for I/O.
         """

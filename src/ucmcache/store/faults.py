@@ -96,9 +96,9 @@ class _WrappedBucket:
         self._before("put")
         return self._inner.put(id, parts)
 
-    def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
+    def get_into(self, id: bytes, parts: Sequence[memoryview], filled: Callable[[int], None] | None = None) -> bool:
         self._before("get_into")
-        return self._inner.get_into(id, parts)
+        return self._inner.get_into(id, parts, filled)
 
     def contains(self, id: bytes) -> bool:
         self._before("contains")

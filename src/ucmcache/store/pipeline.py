@@ -24,7 +24,7 @@ FULL = "full"
 
 READ_BACKOFF_S = (0.01, 0.05)
 WRITE_BACKOFF_S = (0.1, 0.5, 2.0)
-_THREADS = 2
+THREADS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Pipeline:
         deadline_s: float,
         *,
         queue_bytes: int | None = None,
-        threads: int = _THREADS,
+        threads: int = THREADS,
         breaker: Breaker | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_retry: Callable[[], None] = lambda: None,
@@ -67,7 +67,10 @@ class Pipeline:
         self._most_threads = threads
         self._clock = clock
         self._on_retry = on_retry
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._to_do = threading.Condition(self._lock)  # threads wait here
+        self._ended = threading.Condition(self._lock)  # and here those who wait for calls
+        self._idle_threads = 0
         self._reads: deque[Call] = deque()
         self._writes: deque[Call] = deque()
         self._again: list[tuple[float, int, Call]] = []  # when, number, call
@@ -75,6 +78,7 @@ class Pipeline:
         self._queued_bytes = 0
         self._active: dict[Call, float] = {}  # since when
         self._late: set[Call] = set()
+        self._ending = 0  # calls that are made, or refused, and about to be told so
         self._keys: Counter[Hashable] = Counter()
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -82,21 +86,21 @@ class Pipeline:
     @property
     def answers(self) -> bool:
         """Whether calls are made now; else they are refused."""
-        with self._changed:
+        with self._lock:
             hung = len(self._late) >= self._most_threads
         return not hung and not self.breaker.is_open
 
     @property
     def pending(self) -> int:
         """Calls that were taken and are not done."""
-        with self._changed:
+        with self._lock:
             return self._pending()
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Take calls, or refuse them at once."""
         refused: list[tuple[Call, str]] = []
         answers = self.answers
-        with self._changed:
+        with self._lock:
             for call in calls:
                 cause = SHUTDOWN if self._closing else "" if answers else REFUSED
                 if not cause and not call.is_read and call.nbytes and self._queued_bytes:
@@ -109,14 +113,14 @@ class Pipeline:
                     self._keys[call.key] += 1
             if self._pending() and len(self._threads) < self._most_threads:
                 self._start_threads()
-            self._changed.notify_all()
+            self._to_do.notify()
         for call, cause in refused:
             call.done(cause, None)
 
     def watch(self) -> None:
         """Notice calls that hang, and refuse what waits while the backend does not answer."""
         now_s = self._clock()
-        with self._changed:
+        with self._lock:
             late = {call for call, since_s in self._active.items() if now_s - since_s > self._deadline_s} - self._late
             self._late |= late
         if late:
@@ -126,24 +130,24 @@ class Pipeline:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending(), timeout_s)
+        with self._lock:
+            return self._ended.wait_for(lambda: not self._pending(), timeout_s)
 
     def wait_for(self, keys: Collection[Hashable], timeout_s: float) -> bool:
         """Wait until no call with one of these keys is pending; False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not any(self._keys[key] for key in keys), timeout_s)
+        with self._lock:
+            return self._ended.wait_for(lambda: not any(self._keys[key] for key in keys), timeout_s)
 
     def close(self, timeout_s: float) -> int:
         """Take no more calls, finish those that were taken, within a deadline; how many were given up."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             while self._again:  # their last chance is now
                 self._queue(heapq.heappop(self._again)[2])
-            self._changed.notify_all()
+            self._to_do.notify_all()
         self.wait_idle(timeout_s if self.answers else 0.0)
         given_up = self._refuse_all(SHUTDOWN)
-        with self._changed:
+        with self._lock:
             return given_up + len(self._active)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class Pipeline:
             thread.start()
 
     def _pending(self) -> int:
-        return len(self._reads) + len(self._writes) + len(self._again) + len(self._active)
+        return len(self._reads) + len(self._writes) + len(self._again) + len(self._active) + self._ending
 
     def _queue(self, call: Call) -> None:
         (self._reads if call.is_read else self._writes).append(call)
@@ -165,7 +169,7 @@ class Pipeline:
     def _work(self) -> None:
         while (call := self._next()) is not None:
             cause, error, again = self._made(call)
-            with self._changed:
+            with self._lock:
                 del self._active[call]
                 self._late.discard(call)
                 again = again and call.attempts < len(call.backoff_s) and not self._closing
@@ -174,32 +178,42 @@ class Pipeline:
                     due_s = self._clock() + call.backoff_s[call.attempts]
                     heapq.heappush(self._again, (due_s, self._numbers, call))
                     call.attempts += 1
+                else:
+                    self._ending += 1
             if again:
                 self._on_retry()
             else:
-                self._end(call, cause, error)
-            with self._changed:
-                self._changed.notify_all()
+                self._end([call], cause, error)
 
     def _next(self) -> Call | None:
-        with self._changed:
-            while True:
-                now_s = self._clock()
-                while self._again and self._again[0][0] <= now_s:
-                    self._queue(heapq.heappop(self._again)[2])
-                writing = sum(not call.is_read for call in self._active)
-                if self._reads:
-                    call = self._reads.popleft()
-                elif self._writes and writing < max(1, self._most_threads - 1):
-                    call = self._writes.popleft()
-                    self._queued_bytes -= call.nbytes
-                elif self._closing and not self._writes and not self._again:
+        with self._lock:
+            while (call := self._taken()) is None:
+                if self._closing and not self._writes and not self._again:
                     return None
-                else:
-                    self._changed.wait(self._again[0][0] - now_s if self._again else None)
-                    continue
-                self._active[call] = now_s
-                return call
+                self._idle_threads += 1
+                self._to_do.wait(self._again[0][0] - self._clock() if self._again else None)
+                self._idle_threads -= 1
+            if self._idle_threads and self._can_take():
+                self._to_do.notify()  # one wakes the next, as far as there is work: waking all for each call costs more
+            return call
+
+    def _taken(self) -> Call | None:
+        now_s = self._clock()
+        while self._again and self._again[0][0] <= now_s:
+            self._queue(heapq.heappop(self._again)[2])
+        if not self._can_take():
+            return None
+        if self._reads:
+            call = self._reads.popleft()
+        else:
+            call = self._writes.popleft()
+            self._queued_bytes -= call.nbytes
+        self._active[call] = now_s
+        return call
+
+    def _can_take(self) -> bool:
+        writing = sum(not call.is_read for call in self._active)
+        return bool(self._reads or (self._writes and writing < max(1, self._most_threads - 1)))
 
     def _made(self, call: Call) -> tuple[str, Exception | None, bool]:
         """Make a call; its cause, what it raised, and whether another attempt might do better."""
@@ -220,27 +234,31 @@ class Pipeline:
         return cause, None, False
 
     def _answered(self, call: Call) -> None:
-        with self._changed:
+        with self._lock:
             late = call in self._late
         if not late:  # the breaker has already judged that one
             self.breaker.succeeded()
 
-    def _end(self, call: Call, cause: str, error: Exception | None) -> None:
-        with self._changed:
-            self._keys[call.key] -= 1
-            if not self._keys[call.key]:
-                del self._keys[call.key]
-        call.done(cause, error)
+    def _end(self, calls: Sequence[Call], cause: str, error: Exception | None) -> None:
+        for call in calls:
+            call.done(cause, error)
+        with self._lock:  # afterwards: who waits for a call waits for what it brings about, too
+            self._ending -= len(calls)
+            before = len(self._keys)
+            for call in calls:
+                self._keys[call.key] -= 1
+                if not self._keys[call.key]:
+                    del self._keys[call.key]
+            if len(self._keys) < before:
+                self._ended.notify_all()
 
     def _refuse_all(self, cause: str) -> int:
-        with self._changed:
+        with self._lock:
             calls = [*self._reads, *self._writes, *(call for _, _, call in self._again)]
             self._reads.clear()
             self._writes.clear()
             self._again.clear()
             self._queued_bytes = 0
-        for call in calls:
-            self._end(call, cause, None)
-        with self._changed:
-            self._changed.notify_all()
+            self._ending += len(calls)
+        self._end(calls, cause, None)
         return len(calls)

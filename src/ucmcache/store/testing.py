@@ -87,6 +87,22 @@ class BackendContract(ABC):
         _equal(out, words, "a view of wider items is its bytes")
         backend.close()
 
+    def test_tells_in_order_of_bytes_that_are_in_place(self, tmp_path: Path) -> None:
+        backend, bucket = self._open(tmp_path)
+        content = _CONTENT * 500
+        bucket.put(_ID, [content])
+        out, told = bytearray(len(content)), [0]
+
+        def filled(nbytes: int) -> None:
+            told[0] += nbytes
+            _expect(nbytes > 0 and told[0] <= len(content), "what is told is as long as the object, at most")
+            _expect(out[: told[0]] == content[: told[0]], "what is told is in place")
+
+        _expect(bucket.get_into(_ID, [memoryview(out)[:7], memoryview(out)[7:]], filled), "the object is there")
+        _expect(out == content, "what was told of has not changed since")
+        _expect(not bucket.get_into(_OTHER_ID, [memoryview(out)], filled), "get_into() of nothing is False")
+        backend.close()
+
     def test_keeps_megabytes(self, tmp_path: Path) -> None:
         backend, bucket = self._open(tmp_path)
         content = _CONTENT * 500

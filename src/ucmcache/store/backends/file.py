@@ -19,11 +19,11 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from ucmcache.errors import BackendError, ConfigError, RecordError
 from ucmcache.store.backend import Bucket, Buffer
 from ucmcache.store.backends import check_bucket_name
+from ucmcache.store.backends.file_bytes import read_exact
 from ucmcache.store.backends.file_folder import WriteFolder
 from ucmcache.store.backends.file_io import (
     failing_as,
     open_regular,
-    read_exact,
     regular_status,
     stored_bytes,
 )
@@ -164,7 +164,7 @@ class _FileBucket:
             # What it replaces stays counted until the next listing: two writers might both take it for theirs.
             return self._folder.write(name, parts)
 
-    def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
+    def get_into(self, id: bytes, parts: Sequence[memoryview], filled: Callable[[int], None] | None = None) -> bool:
         self._check_open()
         path = self._path(id)
         with failing_as(f"reading {path}"):
@@ -176,7 +176,7 @@ class _FileBucket:
                 wanted_bytes = sum(part.nbytes for part in parts)
                 if status.st_size != wanted_bytes:
                     raise RecordError("length", f"{path} has {status.st_size} bytes, asked for {wanted_bytes}")
-                read_exact(fd, parts)
+                read_exact(fd, parts, filled)
                 self._touch(fd, status)
             finally:
                 os.close(fd)

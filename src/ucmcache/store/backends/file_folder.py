@@ -12,6 +12,7 @@ from contextlib import suppress
 from ucmcache.errors import BackendError, BackendFullError
 from ucmcache.store.backend import Buffer
 from ucmcache.store.backends import byte_views
+from ucmcache.store.backends.file_bytes import write_all
 from ucmcache.store.backends.file_io import (
     create_exclusive,
     make_folders,
@@ -19,7 +20,6 @@ from ucmcache.store.backends.file_io import (
     stored_bytes,
     sync_folder,
     unlink_if_there,
-    write_all,
 )
 from ucmcache.store.backends.file_layout import TEMPORARY_FOLDER, Temporaries, walk_temporaries
 from ucmcache.store.backends.file_order import place_of, times_of

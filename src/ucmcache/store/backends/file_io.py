@@ -1,36 +1,23 @@
-"""System calls of the file backend: whole reads and writes, opening without surprises, errors by one name."""
+"""System calls of the file backend: opening without surprises, folders, errors by one name."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import stat
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
-from typing import cast
 
-from ucmcache.errors import BackendError, RecordError
-from ucmcache.store.backend import Buffer
-from ucmcache.store.backends import byte_views
+from ucmcache.errors import BackendError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
-_PAGE_BYTES = 4096  # what every file system of today that has O_DIRECT takes as a unit
-_DIRECT_FROM_BYTES = 64 << 10  # below it, waiting for the disk costs more than the page cache
-_BOUNCE_BYTES = 4 << 20
-_IOV_MAX = 1024  # views per system call that Linux takes
 # O_NONBLOCK: opening a fifo that lies under a valid name must not wait for its writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # What opening tells of a name under which there is something, but no file of ours: a link, a socket or a device.
 _NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV}
-_threads = threading.local()
 
 
 @contextmanager
@@ -103,76 +90,6 @@ def regular_status(path: str) -> os.stat_result | None:
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def write_all(fd: int, parts: Sequence[Buffer]) -> None:
-    """Write the concatenation of `parts`. Raises OSError, after any number of bytes.
-
-    Past the page cache where that works (docs/adr/0007), but for what does not fill its last page.
-    """
-    pending = deque(byte_views(parts))
-    if sum(map(len, pending)) >= _DIRECT_FROM_BYTES:
-        _write_direct(fd, pending)
-    while pending:
-        written = os.writev(fd, list(islice(pending, _IOV_MAX)))
-        if not written:
-            raise OSError(errno.EIO, "a write took no bytes")
-        _advance(pending, written)
-
-
-def _write_direct(fd: int, pending: deque[memoryview]) -> None:
-    """Write whole pages of `pending` around the page cache, as far as the file system lets us.
-
-    Guaranteed by the caller: `fd` is at the start of a page of the file.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError:
-        return  # not on this file system
-    bounce = _bounce()
-    try:
-        while (filled := _fill(bounce, pending) // _PAGE_BYTES * _PAGE_BYTES) > 0:
-            written = os.write(fd, bounce[:filled])
-            if not written:
-                return
-            _advance(pending, written)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        # Nothing was written by this call: it wants another alignment, as any does after a short write.
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-
-
-def _bounce() -> memoryview:
-    """This thread's page-aligned memory; the same every time, so that its pages are there."""
-    view = getattr(_threads, "bounce", None)
-    if view is None:
-        view = _threads.bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
-    return cast(memoryview, view)
-
-
-def _fill(bounce: memoryview, pending: deque[memoryview]) -> int:
-    """Copy as much as fits from the front of `pending`, which stays as it is; returns the bytes."""
-    filled = 0
-    for view in pending:
-        length = min(len(view), len(bounce) - filled)
-        bounce[filled : filled + length] = view[:length]
-        filled += length
-        if filled == len(bounce):
-            break
-    return filled
-
-
-def read_exact(fd: int, parts: Sequence[memoryview]) -> None:
-    """Fill `parts`. Raises RecordError("length") if the file ends before, OSError for I/O."""
-    pending = deque(byte_views(parts))
-    while pending:
-        got = os.readv(fd, list(islice(pending, _IOV_MAX)))
-        if not got:
-            raise RecordError("length", "the file was cut short while it was read")
-        _advance(pending, got)
-
-
 def stored_bytes(status: os.stat_result) -> int:
     """Bytes that a file really takes on its disk."""
     return status.st_blocks * 512
@@ -185,12 +102,3 @@ def unlink_if_there(path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _advance(pending: deque[memoryview], done_bytes: int) -> None:
-    while done_bytes:
-        view = pending.popleft()
-        if len(view) > done_bytes:
-            pending.appendleft(view[done_bytes:])
-            return
-        done_bytes -= len(view)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ucmcache.errors import RecordError
-from ucmcache.keys import heads
 from ucmcache.store import record
 from ucmcache.store.backend import Buffer
 from ucmcache.store.backends import byte_views
@@ -43,9 +41,9 @@ class Listed(NamedTuple):
     place: Place
 
 
-def link_of(prefix_head: bytes) -> int:
-    """28 bits, none of them 0 at once, that stand for a prefix by the head that ids have of it."""
-    return int.from_bytes(prefix_head[:4].ljust(4, b"\0"), "big") >> (32 - _LINK_BITS) or 1
+def link_of(prefix: bytes) -> int:
+    """28 bits, none of them 0 at once, that stand for a prefix, or for an id, which begins as its prefix does."""
+    return int.from_bytes(prefix[:4].ljust(4, b"\0"), "big") >> (32 - _LINK_BITS) or 1
 
 
 def place_of(parts: Sequence[Buffer]) -> Place:
@@ -53,14 +51,12 @@ def place_of(parts: Sequence[Buffer]) -> Place:
     views = byte_views(parts)
     if not views or len(views[0]) < record.HEADER_BYTES:
         return Place()
-    try:
-        key = record.decode_header(views[0][: record.HEADER_BYTES]).key
-    except RecordError:
+    claim = record.claim_of(views[0])
+    if claim is None:
         return Place()
-    is_state = key.kind == "snapshot"
-    before = key.prefix if is_state else key.parent
-    link = link_of(heads([before])[0]) if before else 0
-    return Place(min(key.depth_tokens, _DEEPEST_TOKENS), link, is_state)
+    before = claim.prefix if claim.is_state else claim.parent
+    link = link_of(before) if before else 0
+    return Place(min(claim.depth_tokens, _DEEPEST_TOKENS), link, claim.is_state)
 
 
 def times_of(used_ns: int, place: Place) -> tuple[int, int]:

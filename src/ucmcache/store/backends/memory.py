@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ucmcache.errors import BackendError, RecordError
 from ucmcache.store.backend import Bucket, Buffer
@@ -128,7 +128,7 @@ class _MemoryBucket:
         self._backend._put(self._name, id, content)
         return len(content)
 
-    def get_into(self, id: bytes, parts: Sequence[memoryview]) -> bool:
+    def get_into(self, id: bytes, parts: Sequence[memoryview], filled: Callable[[int], None] | None = None) -> bool:
         content = self._backend._get(self._name, id)
         if content is None:
             return False
