@@ -3,8 +3,8 @@
 One process. Host copies are made by one thread on each side; ucmcache's go through the transfer that an engine on CPU
 uses, out of and into KV memory larger than any cache, and memcpy copies the same pages between the same memories. Files
 are ucmcache's records, with their checksums, moved by the pipeline that an engine's go through, beside the plain system
-calls that move as many bytes, and beside vLLM's `batch_store_block` and `batch_load_block`, which check nothing; each on
-as many threads as the pipeline has. Every repetition measures all sides in turn, and a ratio is the median of the
+calls that move as many bytes, and beside vLLM's `batch_store_block` and `batch_load_block`, which check nothing; each
+on as many threads as the pipeline has. Every repetition measures all sides in turn, and a ratio is the median of the
 repetitions' own.
 
 A write ends where its call ends. Those with O_DIRECT, ucmcache's large ones among them, are on the disk then; those

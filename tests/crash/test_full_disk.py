@@ -7,12 +7,12 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.crash.disks import DISK_BYTES, failing_reads, failing_writes, mount, mounted
 from tests.crash.load import LOAD_S, Load, size_of
 from tests.crash.records import (
     KIB,
@@ -28,7 +28,7 @@ from tests.crash.records import (
     temporaries,
     verified,
 )
-from tests.crash.system_calls import calls_of, failing_call, front, is_direct, watched
+from tests.crash.system_calls import calls_of, failing_call, watched
 from ucmcache.errors import BackendError, BackendFullError, RecordError
 from ucmcache.store import record
 from ucmcache.store.backend import Bucket
@@ -36,27 +36,14 @@ from ucmcache.store.backends.file import FileBackend
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
-DISK_BYTES = 64 * MIB
 CODES = [errno.ENOSPC, errno.EIO, errno.EACCES]
-
-
-def mount(*arguments: str) -> str:
-    """Run mount(8); what it complained of."""
-    return subprocess.run(["mount", *arguments], stderr=subprocess.PIPE, text=True).stderr.strip()
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 64 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    refused = mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path))
-    if refused:
-        pytest.skip(f"a tmpfs cannot be mounted here (it needs root, or CAP_SYS_ADMIN in a container): {refused}")
-    try:
+    with mounted(tmp_path / "disk") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def bucket_of(root: Path) -> Bucket:
@@ -148,42 +135,6 @@ def test_threads_on_a_full_disk(disk: Path, capacity_bytes: int | None) -> None:
 
 
 # -- failing at a byte ------------------------------------------------------------------------------------------------
-
-
-def is_temporary(fd: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{fd}").endswith(".tmp")
-
-
-def failing_writes(patch: pytest.MonkeyPatch, at: int, code: int) -> None:
-    """A disk that takes `at` bytes of each object and then fails."""
-    writev = os.writev
-
-    def failing_writev(fd: int, views: Sequence[Any]) -> int:
-        room = at - os.lseek(fd, 0, os.SEEK_CUR)
-        if not is_temporary(fd) or room >= sum(map(len, views)):
-            return writev(fd, views)
-        if is_direct(fd):
-            room = room // 4096 * 4096
-        if room <= 0:
-            raise OSError(code, os.strerror(code))
-        return writev(fd, front(views, room))
-
-    patch.setattr(os, "writev", failing_writev)
-
-
-def failing_reads(patch: pytest.MonkeyPatch, at: int, code: int) -> None:
-    """A disk that gives `at` bytes of each object and then fails."""
-    preadv = os.preadv
-
-    def failing_preadv(fd: int, views: Sequence[Any], begin: int) -> int:
-        room = at - begin
-        if room < sum(map(len, views)) and is_direct(fd):
-            room = room // 4096 * 4096
-        if room <= 0:
-            raise OSError(code, os.strerror(code))
-        return preadv(fd, front(views, room), begin)
-
-    patch.setattr(os, "preadv", failing_preadv)
 
 
 def places(nbytes: int, drawn: int) -> list[int]:
