@@ -57,7 +57,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def test_reads_go_first_and_never_wait_for_a_write(calls: Calls) -> None:
-    pipeline = Pipeline(60.0)
+    pipeline = Pipeline(60.0, threads=2)
     pipeline.submit([calls.make("hangs", hangs=True)])
     until(lambda: calls.ran == ["hangs"])
     pipeline.submit([calls.make(f"w{i}") for i in range(5)])
@@ -117,7 +117,7 @@ def test_a_call_that_waits_to_be_tried_again_keeps_no_thread(calls: Calls) -> No
 
 def test_calls_that_hang_are_bounded_refuse_the_rest_and_end(calls: Calls) -> None:
     now = [0.0]
-    pipeline = Pipeline(10.0, breaker=Breaker(clock=lambda: now[0]), clock=lambda: now[0])
+    pipeline = Pipeline(10.0, threads=2, breaker=Breaker(clock=lambda: now[0]), clock=lambda: now[0])
     before = threading.active_count()
     pipeline.submit([calls.make(f"h{i}", read=True, hangs=True) for i in range(10)])
     until(lambda: len(calls.ran) == 2)
@@ -142,7 +142,7 @@ def test_calls_that_hang_are_bounded_refuse_the_rest_and_end(calls: Calls) -> No
 
 def test_one_hung_call_leaves_the_other_thread(calls: Calls) -> None:
     now = [0.0]
-    pipeline = Pipeline(10.0, breaker=Breaker(clock=lambda: now[0]), clock=lambda: now[0])
+    pipeline = Pipeline(10.0, threads=2, breaker=Breaker(clock=lambda: now[0]), clock=lambda: now[0])
     pipeline.submit([calls.make("hangs", hangs=True)])
     until(lambda: calls.ran == ["hangs"])
     now[0] = 10.1
@@ -164,7 +164,7 @@ def test_closing_drains_and_then_gives_up(calls: Calls) -> None:
     pipeline.submit([calls.make("too late")])
     assert calls.ended["too late"] == SHUTDOWN
 
-    stuck = Pipeline(60.0)
+    stuck = Pipeline(60.0, threads=2)
     stuck.submit([calls.make("stuck", hangs=True), *(calls.make(f"s{i}") for i in range(3))])
     began_s = time.monotonic()
     assert stuck.close(0.2) == 4
@@ -210,5 +210,5 @@ def test_every_call_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             pipeline.watch()
     pipeline.close(10.0)  # gives up what is left where the breaker is open just then
-    until(lambda: len(calls.ended) == total)
-    assert pipeline.pending == 0 and not pipeline._keys and not pipeline._queued_bytes
+    until(lambda: len(calls.ended) == total and not pipeline.pending)
+    assert not pipeline._keys and not pipeline._queued_bytes

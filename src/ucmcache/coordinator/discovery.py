@@ -27,6 +27,7 @@ from ucmcache.store.pipeline import READ_BACKOFF_S, Call, Pipeline
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 2  # one that lists, one that asks
 _LISTED_AT_ONCE = 1024  # few enough that a call for them is never taken to hang
 
 
@@ -74,7 +75,7 @@ class Discovery:
         self._units = units
         self._whole_chains = whole_chains
         self._log_namespaces = log_namespaces
-        self._pipeline = Pipeline(deadline_s)
+        self._pipeline = Pipeline(deadline_s, threads=_THREADS)
         self._found: deque[Listing | Answer] = deque()  # appended to by the threads
         self._clock = clock
         self._deadline_s = deadline_s

@@ -24,7 +24,7 @@ FULL = "full"
 
 READ_BACKOFF_S = (0.01, 0.05)
 WRITE_BACKOFF_S = (0.1, 0.5, 2.0)
-THREADS = 2
+THREADS = 3  # of which two may write: one hashes while the other waits for the disk
 
 
 @dataclass(slots=True, eq=False)
