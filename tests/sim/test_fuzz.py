@@ -18,7 +18,7 @@ from ucmcache.errors import BackendError
 from ucmcache.store.testing import FlakyBackend
 
 EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "1000"))  # of each life; 10,000 take the better part of an hour
-SEEDS = range(10)
+SEEDS = range(7)
 
 
 class Life:
