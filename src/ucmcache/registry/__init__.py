@@ -1,0 +1,1 @@
+"""Who owns which lane: sessions that leave a lane, and come back to any."""
