@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # How long an idle step waits for storage: an engine with nothing to compute neither spins nor takes a step per unit,
 # and a request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT_S = 0.005
-_SHUTDOWN_S = 4.0
+_SHUTDOWN_S = 3.0  # of the five seconds that a shutdown may take on a busy machine
 _QUEUE_PARTS = 4
 
 
