@@ -1,4 +1,4 @@
-"""A real vLLM engine on CPU for the tests, in the process that imports this; `run` starts that process.
+"""A real vLLM engine on CPU for the tests, in the process that imports this.
 
 Every engine's KV memory is filled with huge numbers before the first request and after every local reset, so that
 bytes which nobody wrote cannot pass for zeros. (Not with NaN: vLLM's CPU attention multiplies the unwritten rest of a
@@ -7,65 +7,10 @@ block by zero, which a number does not survive and NaN does.)
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parents[2]
-_TAIL_LINES = 60
-
-
-def run(
-    scenario: str,
-    arguments: Mapping[str, Any],
-    environment: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
-) -> Any:
-    """Run a function of tests.e2e.scenarios in a process of its own; returns its JSON result."""
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
-        with log.open("w") as output:
-            done = subprocess.run(
-                [
-                    *prefix,
-                    sys.executable,
-                    "-m",
-                    "tests.e2e.scenarios",
-                    scenario,
-                    json.dumps(dict(arguments)),
-                    str(result),
-                ],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    # Models this small gain nothing from a second thread, and lose a scheduler's time slice at every
-                    # barrier as soon as anything else runs on the machine.
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                    "OMP_NUM_THREADS": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    **(environment or {}),
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=400,
-                check=False,
-            )
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        assert done.returncode == 0, f"{scenario} ended with {done.returncode}:\n{tail}"
-        value = json.loads(result.read_text())
-        if isinstance(value, dict):
-            value["log"] = log.read_text(errors="replace")
-        return value
 
 
 def transfer_config(

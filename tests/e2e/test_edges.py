@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import run
+from tests.e2e.process import run
 from tests.e2e.scenarios import lone_prompts
 
 pytestmark = pytest.mark.e2e

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import run
+from tests.e2e.process import run
 
 pytestmark = pytest.mark.e2e
 
