@@ -19,8 +19,12 @@ def _arguments(model: Path, store: Path, fault: str) -> dict[str, Any]:
     return {
         "model": str(model),
         "extra": {
-            "backend": {"url": f"{fault}+{store.as_uri()}", "when_slow": "load", "deadline": "2s"},
-            "promise_deadline": "1s" if fault == "hung" else "60s",
+            "backend": {
+                "url": f"{fault}+{store.as_uri()}",
+                "when_slow": "load",
+                "deadline": "500ms" if fault == "hung" else "2s",
+            },
+            "promise_deadline": "500ms" if fault == "hung" else "60s",
             "spec_modules": ["tests.e2e.faulty"],
         },
         "options": {"max_num_batched_tokens": 1024},

@@ -155,6 +155,38 @@ def test_one_hung_call_leaves_the_other_thread(calls: Calls) -> None:
     pipeline.close(0.01)
 
 
+@pytest.mark.parametrize(
+    ("threads", "hung_writes", "hung_reads"),
+    [
+        (threads, writes, hung - writes)
+        for threads in (1, 2, 3, 4)
+        for hung in range(1, threads + 1)
+        for writes in range(min(hung, max(1, threads - 1)) + 1)
+    ],
+)
+def test_what_no_thread_is_left_for_is_refused(calls: Calls, threads: int, hung_writes: int, hung_reads: int) -> None:
+    most_writes = max(1, threads - 1)
+    now = [0.0]
+    pipeline = Pipeline(10.0, threads=threads, breaker=Breaker(clock=lambda: now[0]), clock=lambda: now[0])
+    pipeline.submit([calls.make(f"hung write {i}", hangs=True) for i in range(hung_writes)])
+    until(lambda: len(calls.ran) == hung_writes)
+    pipeline.submit([calls.make(f"hung read {i}", read=True, hangs=True) for i in range(hung_reads)])
+    until(lambda: len(calls.ran) == hung_writes + hung_reads)
+    now[0] = 10.1
+    pipeline.watch()
+    # The breaker's pause is over; what is accepted from now on has to end.
+    now[0] = 30.0
+    free = threads - hung_writes - hung_reads
+    pipeline.submit([calls.make("write")])
+    assert ("write" in calls.ended) == (not free or hung_writes == most_writes)
+    until(lambda: "write" in calls.ended)
+    assert calls.ended["write"] == ("" if free and hung_writes < most_writes else REFUSED)
+    pipeline.submit([calls.make("read", read=True)])
+    until(lambda: "read" in calls.ended)
+    assert calls.ended["read"] == ("" if free else REFUSED) and pipeline.answers == bool(free)
+    pipeline.close(0.01)
+
+
 def test_closing_drains_and_then_gives_up(calls: Calls) -> None:
     pipeline = Pipeline(60.0)
     pipeline.submit([calls.make(f"w{i}") for i in range(50)])

@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ucmcache.errors import BackendFullError, RecordError
@@ -47,8 +47,8 @@ class Pipeline:
     """Makes calls in the order of their submission, reads first, and each again as often as its backoff says.
 
     Writes that wait hold at most `queue_bytes` (None: any), others are refused. A call that takes longer than
-    `deadline_s` opens the breaker; there are never more such calls than threads, and while they take all of them every
-    other is refused. `watch` has to be called now and then. `on_retry` hears of every further attempt.
+    `deadline_s` opens the breaker; there are never more such calls than threads, and while they take all that a call
+    could be made on, it is refused. `watch` has to be called now and then. `on_retry` hears of every further attempt.
     """
 
     def __init__(
@@ -85,10 +85,8 @@ class Pipeline:
 
     @property
     def answers(self) -> bool:
-        """Whether calls are made now; else they are refused."""
-        with self._lock:
-            hung = len(self._late) >= self._most_threads
-        return not hung and not self.breaker.is_open
+        """Whether reads are made now; else they are refused."""
+        return self._makes(is_read=True)
 
     @property
     def pending(self) -> int:
@@ -99,10 +97,10 @@ class Pipeline:
     def submit(self, calls: Sequence[Call]) -> None:
         """Take calls, or refuse them at once."""
         refused: list[tuple[Call, str]] = []
-        answers = self.answers
+        makes = {is_read: self._makes(is_read) for is_read in (True, False)}
         with self._lock:
             for call in calls:
-                cause = SHUTDOWN if self._closing else "" if answers else REFUSED
+                cause = SHUTDOWN if self._closing else "" if makes[call.is_read] else REFUSED
                 if not cause and not call.is_read and call.nbytes and self._queued_bytes:
                     full = self.queue_bytes is not None and self._queued_bytes + call.nbytes > self.queue_bytes
                     cause = QUEUE_FULL if full else ""
@@ -125,8 +123,9 @@ class Pipeline:
             self._late |= late
         if late:
             self.breaker.trip()
-        if not self.answers:
-            self._refuse_all(REFUSED)
+        for is_read in (True, False):
+            if not self._makes(is_read):
+                self._refuse_all(REFUSED, is_read)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False if that took too long."""
@@ -146,7 +145,7 @@ class Pipeline:
                 self._queue(heapq.heappop(self._again)[2])
             self._to_do.notify_all()
         self.wait_idle(timeout_s if self.answers else 0.0)
-        given_up = self._refuse_all(SHUTDOWN)
+        given_up = self._refuse_all(SHUTDOWN, is_read=True) + self._refuse_all(SHUTDOWN, is_read=False)
         with self._lock:
             return given_up + len(self._active)
 
@@ -212,8 +211,18 @@ class Pipeline:
         return call
 
     def _can_take(self) -> bool:
-        writing = sum(not call.is_read for call in self._active)
-        return bool(self._reads or (self._writes and writing < max(1, self._most_threads - 1)))
+        return bool(self._reads or (self._writes and _writing(self._active) < self._most_writing))
+
+    @property
+    def _most_writing(self) -> int:
+        return max(1, self._most_threads - 1)
+
+    def _makes(self, is_read: bool) -> bool:
+        """Whether a call that is submitted now would be made."""
+        with self._lock:
+            hung = len(self._late) >= self._most_threads
+            hung = hung or (not is_read and _writing(self._late) >= self._most_writing)
+        return not hung and not self.breaker.is_open
 
     def _made(self, call: Call) -> tuple[str, Exception | None, bool]:
         """Make a call; its cause, what it raised, and whether another attempt might do better."""
@@ -252,13 +261,18 @@ class Pipeline:
             if len(self._keys) < before:
                 self._ended.notify_all()
 
-    def _refuse_all(self, cause: str) -> int:
+    def _refuse_all(self, cause: str, is_read: bool) -> int:
         with self._lock:
-            calls = [*self._reads, *self._writes, *(call for _, _, call in self._again)]
-            self._reads.clear()
-            self._writes.clear()
-            self._again.clear()
-            self._queued_bytes = 0
+            waiting = self._reads if is_read else self._writes
+            calls = [*waiting, *(call for _, _, call in self._again if call.is_read == is_read)]
+            waiting.clear()
+            self._again = [one for one in self._again if one[2].is_read != is_read]
+            heapq.heapify(self._again)
+            self._queued_bytes *= is_read
             self._ending += len(calls)
         self._end(calls, cause, None)
         return len(calls)
+
+
+def _writing(calls: Iterable[Call]) -> int:
+    return sum(not call.is_read for call in calls)
