@@ -1,4 +1,8 @@
-"""Runs a scenario in a process of its own, which is forked from one that has vLLM imported: that takes seconds."""
+"""Runs a scenario in a process of its own, which is forked from one that has vLLM imported: that takes seconds.
+
+Forked processes share one seed of Python's hashes. What a `prefix` starts draws its own, as a restarted engine does:
+what it finds in the backend depends on no seed (test_edges; tests/sim/test_identity.py for every setting).
+"""
 
 from __future__ import annotations
 

@@ -268,7 +268,8 @@ class Pipeline:
             waiting.clear()
             self._again = [one for one in self._again if one[2].is_read != is_read]
             heapq.heapify(self._again)
-            self._queued_bytes *= is_read
+            if not is_read:
+                self._queued_bytes = 0
             self._ending += len(calls)
         self._end(calls, cause, None)
         return len(calls)
