@@ -7,6 +7,7 @@ record behind it embeds the full key, which is checked when the bytes come back 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import xxhash
 
 PHYSICAL_ID_BYTES = 16
 _HEAD_BYTES = 10
+_PARENT_BYTES, _LENGTH_BYTES, _EXACT_BYTES = 4, 2, 32
+_EXACT = 1 << 16  # from a group to the one that stands for it at positions inside a block
 
 
 class BlockKey(NamedTuple):
@@ -61,6 +64,51 @@ class Namespace:
         """Names of the fields in which `other` is not equal to this namespace, sorted."""
         names = {*self.fields, *other}
         return sorted(name for name in names if self.fields.get(name) != other.get(name))
+
+
+def exact_group(group: int) -> int:
+    """The group under which a group's units at positions off the grid are kept: its states, or its partial blocks."""
+    return group + _EXACT
+
+
+def engine_group(group: int) -> int:
+    """The KV cache group of the engine that a unit's group stands for."""
+    return group % _EXACT
+
+
+def is_exact(group: int) -> bool:
+    """Whether a group is one for positions off the grid."""
+    return group >= _EXACT
+
+
+def exact_seed(seed: bytes) -> bytes:
+    """The seed of the exact group of a group."""
+    return xxhash.xxh3_128_digest(seed + b"exact")
+
+
+def exact_prefix(parent: bytes, tail: bytes, tail_tokens: int) -> bytes:
+    """32 bytes for a prefix that the engine has no hash of: `tail_tokens` more than the prefix hashed as `parent`.
+
+    `tail` is everything that tells the tail from another one. As a hash of an id's first 10 bytes finds a block, so
+    these find, from a listing alone, what there is behind a parent: its head, the tail's length, the digest's head.
+    """
+    digest = hashlib.sha256(len(parent).to_bytes(1, "little") + parent + tail).digest()
+    return parent_head(parent) + tail_tokens.to_bytes(_LENGTH_BYTES, "little") + digest[: _EXACT_BYTES - 6]
+
+
+def parent_head(parent: bytes) -> bytes:
+    """What an exact prefix tells of its parent."""
+    return parent[:_PARENT_BYTES].ljust(_PARENT_BYTES, b"\0")
+
+
+def exact_prefix_head(prefix: bytes) -> bytes:
+    """What an id tells of an exact prefix; of what an id tells, the same."""
+    return prefix[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
+
+
+def exact_parts(head: bytes) -> tuple[bytes, int]:
+    """The head of the parent of an exact prefix, and the tail's tokens."""
+    return head[:_PARENT_BYTES], int.from_bytes(head[_PARENT_BYTES : _PARENT_BYTES + _LENGTH_BYTES], "little")
 
 
 def physical_id(namespace: bytes, group_seed: bytes, prefix: bytes) -> bytes:

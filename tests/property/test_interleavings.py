@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.positions import state_positions
 from tests.property.test_resolve_hit import Given, check
 from ucmcache.coordinator.binding import BoundRow, GroupFacts, bind
 from ucmcache.coordinator.coordinator import Coordinator
@@ -384,7 +385,7 @@ class Interleavings(RuleBasedStateMachine):
                 for end in range(self.grid, prompt.hashed_tokens + 1, self.grid)
                 if self.snapshots and all(given.at.get((row.group, end), 0) for row in self.snapshots)
             ]
-            assert self.coordinator.directory.positions(prompt, self.grid) == together
+            assert state_positions(self.coordinator, prompt, self.grid) == together
             junction = hit.chain_tokens if self.snapshots and hit.lost and "late" not in hit.lost else 0
             assert self.coordinator.junction(hit) == junction
 
@@ -446,7 +447,7 @@ def test_no_state_answers_for_another_prefix(sizes: tuple[int, ...], kinds: int,
             for end in range(grid, UNIT * len(text) + 1, grid)
             if all((row.group, text[: end // UNIT]) in kept for row in rows[1:])
         ]
-        assert coordinator.directory.positions(prompt_of(text), grid) == served
+        assert state_positions(coordinator, prompt_of(text), grid) == served
         assert coordinator.lookup(prompt_of(text)).resume_tokens == max(served, default=0)
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.coordinator import Coordinator
-from ucmcache.coordinator.directory import CheckpointDirectory
 from ucmcache.coordinator.hit import Hit, Prompt, resolve_hit
 from ucmcache.coordinator.spec import SPEC_TABLE, Kind, RankRule
 from ucmcache.store.arena import ArenaPlan, Presence
@@ -223,13 +222,3 @@ def test_without_chunked_prefill_all_but_the_last_token_or_nothing() -> None:
     given_ = Given({(0, end): Presence.READY for end in range(16, 257, 16)})
     hits = {n: resolve_hit(prompt(n, 16, only_last=True), rows, given_, given_).resume_tokens for n in range(1, 200)}
     assert {n: tokens for n, tokens in hits.items() if tokens} == {n: n - 1 for n in range(17, 200, 16)}
-
-
-def test_the_directory_lists_the_positions_where_every_group_has_this_prefix() -> None:
-    rows = [row(0, "FullAttentionSpec", 16), row(1, "MambaSpec", 16), row(2, "MambaSpec", 16)]
-    given_ = Given(dict.fromkeys([(1, 16), (1, 48), (2, 48), (2, 64), (1, 96), (2, 96)], Presence.STORED))
-    directory = CheckpointDirectory(rows, given_)
-    assert directory.positions(prompt(100, 16), 16) == [48, 96]
-    other = Prompt(100, [b"%d" % (1000 + i) for i in range(6)], 16)
-    assert directory.positions(other, 16) == []  # the same positions of another prefix
-    assert CheckpointDirectory(rows[:1], given_).positions(prompt(100, 16), 16) == []

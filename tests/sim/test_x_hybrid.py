@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.positions import state_positions
 from tests.sim.engine import SimEngine, WrongBytesError
 from tests.sim.test_resume import Start, assert_at_rest, start
 from tests.sim.test_resume import prompt_of as tokens_of
@@ -114,9 +115,9 @@ def test_worked_example_c() -> None:
             kept = position
             for name in ("XMamba2", "XKda"):
                 model.keep_states(name, prompt, [position])
-        growth.append(len(model.coordinator.directory.positions(prompt, 128)))
+        growth.append(len(state_positions(model.coordinator, prompt, 128)))
     expected = [*range(1024, 9217, 1024), 9984]
-    assert model.coordinator.directory.positions(prompt, 128) == expected
+    assert state_positions(model.coordinator, prompt, 128) == expected
     assert all(position % 64 == 0 for position in expected)
     assert growth == [sum(position <= end for position in expected) for end in range(128, 10_001, 128)]
     for length in (1023, 1024, 1025, 5000, 9984, 9985, 10_000):
@@ -190,7 +191,7 @@ def test_no_state_answers_for_another_prefix(mamba: set[int], kda: set[int], cut
     other = prompt_of(31 * 128, unlike_from=cut * 128)
     both = {position for position in mamba & kda if position <= min(chains, cut)}
     assert model.coordinator.lookup(other).resume_tokens == 128 * max(both, default=0)
-    assert model.coordinator.directory.positions(other, 128) == [128 * one for one in sorted(mamba & kda) if one <= cut]
+    assert state_positions(model.coordinator, other, 128) == [128 * one for one in sorted(mamba & kda) if one <= cut]
 
 
 def test_closed_loop_3_decision_is_one_pure_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +211,13 @@ def test_closed_loop_3_decision_is_one_pure_function(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(store, "presences", presences)
     coordinator = model.coordinator
-    hits = [resolve_hit(prompt, coordinator.rows, model.blocks, coordinator.directory) for _ in range(3)]
+    hits = [resolve_hit(prompt, coordinator.rows, model.blocks, coordinator.states) for _ in range(3)]
     assert hits == [hits[0]] * 3
     assert (hits[0].chain_tokens, hits[0].resume_tokens) == (2432, 2304)
     # Once for each of three answers, and once more where the cause of a loss is looked for.
     assert max(asked.values()) <= 6
     asked.clear()
-    assert not resolve_hit(prompt_of(2305), coordinator.rows, model.blocks, coordinator.directory).lost
+    assert not resolve_hit(prompt_of(2305), coordinator.rows, model.blocks, coordinator.states).lost
     assert set(asked.values()) == {1}
     assert {group for group, _ in asked} == {row.group for row in coordinator.rows}
     assert model.blocks.pinned_slots == model.states.pinned_slots == 0

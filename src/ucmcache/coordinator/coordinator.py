@@ -9,11 +9,12 @@ import numpy as np
 
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.directory import CheckpointDirectory
+from ucmcache.coordinator.exact import ExactPositions
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
 from ucmcache.coordinator.joint import Claims, JointEviction
 from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import Kind
-from ucmcache.keys import BlockKey, SnapshotKey, UnitKey
+from ucmcache.keys import BlockKey, SnapshotKey, UnitKey, engine_group
 from ucmcache.store.arena import ArenaPlan, Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
@@ -26,6 +27,11 @@ class Placed(NamedTuple):
 
     key: UnitKey
     column: int
+
+    @property
+    def group(self) -> int:
+        """The engine's KV cache group."""
+        return engine_group(self.key.group)
 
 
 class Coordinator:
@@ -43,7 +49,9 @@ class Coordinator:
         self.rows = tuple(row for row in rows if row.spec.votes)
         self.blocks = blocks
         self.states = states
-        self.directory = CheckpointDirectory(self.rows, states)
+        self.directory = CheckpointDirectory()
+        self.exact = ExactPositions(self.rows, blocks, states, self.directory)
+        states.on_exact, states.on_exact_gone = self.directory.add, self.directory.discard
         self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
         self.retention = Retention(interval_tokens, max(self.grid_tokens, 1))
         self.joint = JointEviction(self.rows, blocks, states, self.grid_tokens)
@@ -88,6 +96,7 @@ class Coordinator:
         """Forget everything and go on under another namespace."""
         self.blocks.clear(namespace)
         self.states.clear(namespace)
+        self.directory.clear()
         self.joint.clear()
 
     def store_of(self, key: UnitKey) -> BlockStore | SnapshotStore:
@@ -96,7 +105,15 @@ class Coordinator:
 
     def lookup(self, prompt: Prompt) -> Hit:
         """Where the prompt can be resumed; takes no pins and changes nothing."""
-        return resolve_hit(prompt, self.rows, self.blocks, self.directory)
+        return self.exact.deepen(prompt, resolve_hit(prompt, self.rows, self.blocks, self.states))
+
+    def prefix(self, prompt: Prompt, position_tokens: int) -> bytes:
+        """What stands for a prompt up to a position; b"" if nothing can."""
+        return prompt.prefix(position_tokens) if self.on_grid(position_tokens) else prompt.exact_prefix(position_tokens)
+
+    def presence(self, prompt: Prompt, position_tokens: int) -> Presence:
+        """How near what is kept off the grid at a position is, with all that a resume there takes."""
+        return self.exact.presence(prompt, position_tokens, self.prefix(prompt, position_tokens))
 
     def deepest(self, prompt: Prompt) -> int:
         """The deepest position at which a prompt could be resumed at all; 0 if there is none."""
@@ -106,10 +123,14 @@ class Coordinator:
     def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
         """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
         units: list[Placed] = []
+        if not self.on_grid(resume_tokens):
+            prefix = prompt.exact_prefix(resume_tokens)
+            units += [Placed(*unit) for unit in self.exact.keys(prompt, resume_tokens, prefix)]
         for row in self.rows:
             if row.kind is Kind.SNAPSHOT:
-                column = (resume_tokens - 1) // row.block_tokens
-                units.append(Placed(self._state_key(prompt, row, resume_tokens), column))
+                if self.on_grid(resume_tokens):
+                    column = (resume_tokens - 1) // row.block_tokens
+                    units.append(Placed(self._state_key(prompt, row, resume_tokens), column))
                 continue
             size = row.block_tokens
             start = int(row.first_needed(np.array([resume_tokens]))[0]) // size

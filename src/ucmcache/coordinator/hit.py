@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.spec import Kind, Tokens
+from ucmcache.keys import exact_prefix
 from ucmcache.store.arena import Presence
 
 Codes = NDArray[np.uint8]
@@ -27,7 +28,7 @@ class Prompt:
     """What the engine knows of a request's tokens.
 
     `hashes[i]` is the engine's hash of the first (i+1) * hash_block_tokens tokens; it covers LoRA, multimodal content
-    and cache salt.
+    and cache salt. `tail(start, end)` covers the same for the tokens in between, or is None where nothing does.
     """
 
     num_tokens: int
@@ -35,6 +36,7 @@ class Prompt:
     hash_block_tokens: int
     local_tokens: int = 0  # already computed in the engine, in every group
     only_last: bool = False  # the engine cannot continue a prefill from cached context (requirements C7)
+    tail: Callable[[int, int], bytes | None] = lambda start, end: None
 
     @property
     def hashed_tokens(self) -> int:
@@ -49,6 +51,15 @@ class Prompt:
         """Hashes at start + step, start + 2 * step, ..., up to end; all multiples of hash_block_tokens."""
         unit = self.hash_block_tokens
         return self.hashes[(start_tokens + step_tokens) // unit - 1 : end_tokens // unit : step_tokens // unit]
+
+    def exact_prefix(self, tokens: int) -> bytes:
+        """What stands for the first `tokens` tokens (at least 1) where the grid does not reach; b"" if nothing can.
+
+        Guaranteed by the caller: the last multiple of hash_block_tokens before is hashed.
+        """
+        start = (tokens - 1) // self.hash_block_tokens * self.hash_block_tokens
+        tail = self.tail(start, tokens)
+        return b"" if tail is None else exact_prefix(self.prefix(start), tail, tokens - start)
 
 
 class PresenceOf(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ucmcache.keys import UnitKey
+from ucmcache.keys import SnapshotKey, UnitKey, is_exact, split_id
 from ucmcache.store.arena import Arena, ArenaPlan, Owner
 from ucmcache.store.eviction import EvictionPolicy, GreedyDual
 from ucmcache.store.units import UnitStore
@@ -16,14 +16,18 @@ class SnapshotStore(UnitStore):
     A load copies the state into the request's own block, so a request never writes into a stored state. Evicts by
     worth, and the states of one prefix together: one group's is of no use without the others'. `on_gone` hears of every
     prefix whose states are not all here any more, nor on their way; `on_idle` of one with a state that is in nobody's
-    use any more.
+    use any more. `on_exact` hears of every prefix off the grid, or its head, that something is kept for;
+    `on_exact_gone` when host memory has nothing any more, nor has the backend.
     """
 
     def __init__(self, plans: Sequence[ArenaPlan], seeds: Mapping[int, bytes], namespace: bytes) -> None:
         self._worth: dict[bytes, float] = {}
         self.on_gone: Callable[[bytes], None] = lambda prefix: None
         self.on_idle: Callable[[bytes], None] = lambda prefix: None
+        self.on_exact: Callable[[bytes], None] = lambda prefix: None
+        self.on_exact_gone: Callable[[bytes], None] = lambda prefix: None
         super().__init__(plans, seeds, namespace)
+        self._has_exact = any(map(is_exact, self._arena_of))
 
     def revalue(self, prefix: bytes, worth: float) -> None:
         """What the states of `prefix` save, in tokens of any scale that all prefixes share."""
@@ -42,6 +46,20 @@ class SnapshotStore(UnitStore):
         for arena, slot in held:
             arena.evict(slot)  # the first takes its siblings along
         return bool(held)
+
+    def reserve(self, keys: Sequence[UnitKey]) -> list[int] | None:
+        slots = super().reserve(keys)
+        for key in keys if slots is not None else ():
+            if is_exact(key.group):
+                self.on_exact(key.prefix)
+        return slots
+
+    def add_stored(self, ids: Iterable[bytes]) -> None:
+        ids = list(ids)
+        super().add_stored(ids)
+        for head, tag in map(split_id, ids) if self._has_exact else ():
+            if is_exact(self._group_of.get(tag, 0)):
+                self.on_exact(head)
 
     def commit(self, group: int, slot: int) -> None:
         super().commit(group, slot)
@@ -73,6 +91,8 @@ class SnapshotStore(UnitStore):
             if slot is not None:
                 arena.evict(slot)  # hears of it here, too; not if it is in use
         self._left(owner.prefix)
+        if is_exact(owner.group) and not self.is_stored(SnapshotKey(owner.group, owner.prefix, 0)):
+            self.on_exact_gone(owner.prefix)
 
     def _left(self, prefix: bytes) -> None:
         """One group's state has left: those of the others that could not go with it save nothing."""
