@@ -350,7 +350,7 @@ def test_figure_13_in_an_engine_of_sixteen_ranks(hybrid: Path) -> None:
     assert engine.reset_local()
     prompt, coordinator = Prompt(3000, list(hashes[: 3000 // 64]), 64), engine.side.coordinator
     # Checkpoints where steps of 256 tokens ended, and at the prompt's end.
-    assert coordinator.directory.positions(prompt, 128) == [*range(256, 2817, 256), 2944]
+    assert state_positions(coordinator, prompt, 128) == [*range(256, 2817, 256), 2944]
     for position in (2560, 2816, 2944):
         assert coordinator.states.give_up(prompt.prefix(position))
     for group, held in ((0, 2560), (1, 2432)):
