@@ -3,7 +3,9 @@
     {"host": {"blocks": "2GiB", "snapshots": "1GiB"},
      "backend": {"url": "file:///path", "capacity": "200GiB", "deadline": "10s", "existence_ttl": "30s",
                  "when_slow": "recompute"},
-     "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
+     "retention": {"interval_tokens": 8192},
+     "sessions": {"entries": 8, "mode": "keep-current", "ttl": "30min", "quota": "10GiB"},
+     "namespace": "tenant-a", "promise_deadline": "2s",
      "spec_modules": ["my_package.rows"]}
 
 Everything is optional. A setting's `description` says what is accepted and its first `examples` entry shows it; error
@@ -145,6 +147,29 @@ class RetentionSettings(_Settings):
     )
 
 
+class SessionSettings(_Settings):
+    """Conversations that resume at the very token where they stopped (docs/sessions.md); with 0 entries none do.
+
+    `entries`: how many may wait beside those that are on a lane. `mode`: whether one that has left its lane keeps the
+    state at its last token, beside the one at the end of its last prompt. `ttl_s`: since it was last used.
+    `quota_bytes`: host memory, over all ranks, that the conversations of one cache salt may hold; None is no limit.
+    """
+
+    entries: int = Field(default=0, strict=True, ge=0, description="a number from 0, which is off", examples=[8])
+    mode: Literal["keep-current", "drop-current"] = Field(
+        default="keep-current", description='"keep-current" or "drop-current"', examples=["keep-current"]
+    )
+    ttl_s: _DurationS = Field(default=1800.0, alias="ttl", description=_DURATION, examples=["30min"])
+    quota_bytes: _SizeBytes | None = Field(
+        default=None, alias="quota", ge=1, description=f"{_SIZE}, above 0, or null for no limit", examples=["10GiB"]
+    )
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether sessions are on."""
+        return self.entries > 0
+
+
 class Config(_Settings):
     """All settings. `backend` None keeps prefixes in host memory only.
 
@@ -154,6 +179,7 @@ class Config(_Settings):
     host: HostSettings = Field(default=HostSettings(), examples=[{"blocks": "2GiB"}])
     backend: BackendSettings | None = Field(default=None, examples=[{"url": "file:///path/of/a/directory"}])
     retention: RetentionSettings = Field(default=RetentionSettings(), examples=[{"interval_tokens": 8192}])
+    sessions: SessionSettings = Field(default=SessionSettings(), examples=[{"entries": 8}])
     namespace: str = Field(
         default="default",
         strict=True,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sim.engine import Group, SimEngine
 from ucmcache.connector import identity
-from ucmcache.connector.identity import Adapters, request_hashes
+from ucmcache.connector.identity import Adapters, identify
 
 PROMPT = list(range(45))
 RESUMABLE_TOKENS = 40
@@ -239,7 +239,7 @@ def adapted(tmp_path: Path) -> tuple[list[bytes], Hashes]:
     write_adapter(tmp_path / "a", b"a")
     engine_hashes: list[bytes] = []
     lora = SimpleNamespace(lora_path=str(tmp_path / "a"), lora_int_id=1)
-    hashes, bypass = request_hashes(SimpleNamespace(lora_request=lora, block_hashes=engine_hashes), Adapters())
+    hashes, _, bypass = identify(SimpleNamespace(lora_request=lora, block_hashes=engine_hashes), Adapters())
     assert not bypass
     return engine_hashes, hashes
 

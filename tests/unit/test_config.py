@@ -32,7 +32,9 @@ from ucmcache.errors import ConfigError
 EXAMPLE = """{"host": {"blocks": "2GiB", "snapshots": "1GiB"},
  "backend": {"url": "file:///path", "capacity": "200GiB", "deadline": "10s", "existence_ttl": "30s",
              "when_slow": "recompute"},
- "retention": {"interval_tokens": 8192}, "namespace": "tenant-a", "promise_deadline": "2s",
+ "retention": {"interval_tokens": 8192},
+ "sessions": {"entries": 8, "mode": "keep-current", "ttl": "30min", "quota": "10GiB"},
+ "namespace": "tenant-a", "promise_deadline": "2s",
  "spec_modules": ["my_package.rows"]}"""
 
 START = "kv_connector_extra_config cannot be used: "
@@ -42,7 +44,8 @@ NAMESPACE = "a name of 1 to 200 characters, none of them a control character"
 TOKENS = "a number of tokens from 1, or null to keep all"
 SETTINGS = (
     "host.blocks, host.snapshots, backend.url, backend.capacity, backend.deadline, backend.existence_ttl, "
-    "backend.when_slow, retention.interval_tokens, namespace, promise_deadline, spec_modules"
+    "backend.when_slow, retention.interval_tokens, sessions.entries, sessions.mode, sessions.ttl, sessions.quota, "
+    "namespace, promise_deadline, spec_modules"
 )
 
 

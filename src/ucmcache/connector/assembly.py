@@ -17,7 +17,7 @@ from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.discovery import Discovery
 from ucmcache.coordinator.spec import Kind
 from ucmcache.errors import ConfigError, ContractError
-from ucmcache.keys import Namespace
+from ucmcache.keys import Namespace, exact_group, exact_seed
 from ucmcache.store.arena import plan_arenas
 from ucmcache.store.backend import open_backend
 from ucmcache.store.block import BlockStore
@@ -36,6 +36,23 @@ def worker_ranks(vllm_config: Any) -> Ranks:
     """All workers that hold KV of one engine, in pipeline stages."""
     parallel = vllm_config.parallel_config
     return Ranks(int(getattr(parallel, "world_size", 1)), int(getattr(parallel, "tensor_parallel_size", 1)))
+
+
+def check_sessions(config: Config, vllm_config: Any) -> None:
+    """Raises ConfigError for an engine in which sessions cannot be kept, if they are to be."""
+    wanted = f"sessions.entries is {config.sessions.entries}"
+    if not config.sessions.are_kept:
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"{wanted}, but prefix caching is off, so the engine has no hashes to find a conversation by; accepted is "
+            "0 then — start with --enable-prefix-caching, or drop sessions"
+        )
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError(
+            f"{wanted}, but this engine decodes speculatively, so it is not known at which token a state stands; "
+            "accepted is 0 then — start without --speculative-config, or drop sessions"
+        )
 
 
 def build_scheduler_side(
@@ -73,6 +90,7 @@ def build_scheduler_side(
         speculative=getattr(vllm_config, "speculative_config", None) is not None,
         has_backend=config.backend is not None,
         discovery=discovery,
+        lanes=int(vllm_config.scheduler_config.max_num_seqs),
     )
 
 
@@ -93,12 +111,22 @@ def _setup(
         }
 
     host = config.host.of_one_rank(ranks.count)
+    states, seeds = units(Kind.SNAPSHOT), {row.group: row.seed for row in rows}
+    if config.sessions.are_kept:
+        # Off the grid states lie beside those on it, and so do the blocks that are full in part.
+        voting = [row for row in rows if row.spec.votes]
+        exact = {
+            exact_group(group): unit for kind in (Kind.CHAIN, Kind.SNAPSHOT) for group, unit in units(kind).items()
+        }
+        states = {**states, **exact}
+        seeds |= {exact_group(row.group): exact_seed(row.seed) for row in voting}
+        spread = {**spread, **{exact_group(row.group): spread[row.group] for row in voting}}
     return Setup(
         namespace=namespace.digest,
         fields=dict(namespace.fields),
-        seeds={row.group: row.seed for row in rows},
+        seeds=seeds,
         block_arenas=tuple(plan_arenas("host.blocks", host.blocks_bytes, units(Kind.CHAIN), True, spread)),
-        state_arenas=tuple(plan_arenas("host.snapshots", host.snapshots_bytes, units(Kind.SNAPSHOT), False, spread)),
+        state_arenas=tuple(plan_arenas("host.snapshots", host.snapshots_bytes, states, False, spread)),
         memory=tuple(worker.memory for worker in workers),
     )
 

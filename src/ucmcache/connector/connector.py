@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ucmcache.config import available_host_bytes, load_config
-from ucmcache.connector.assembly import build_scheduler_side, worker_rank, worker_ranks
-from ucmcache.connector.identity import Adapters, request_hashes
+from ucmcache.connector.assembly import build_scheduler_side, check_sessions, worker_rank, worker_ranks
+from ucmcache.connector.identity import Adapters, identify
 from ucmcache.connector.messages import StepPlan, WorkerFacts, WorkerReport
 from ucmcache.connector.metrics import UcmCachePromMetrics, UcmCacheStats
 from ucmcache.connector.scheduler import SchedulerSide
@@ -41,6 +41,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config or {})
         load_rows(self._config.spec_modules)
+        check_sessions(self._config, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._pool: Any = None
@@ -108,7 +109,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.track(request, *request_hashes(request, self._adapters))
+            self._scheduler.track(request, identify(request, self._adapters))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
@@ -145,7 +146,7 @@ class UcmCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.forget(request.request_id)
+            self._scheduler.finished(request, block_ids)
         return False, None  # blocks still being copied are held one by one
 
     def has_pending_push_work(self) -> bool:

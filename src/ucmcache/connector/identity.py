@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -216,24 +218,44 @@ class Adapters:
         return self._loaded.get(id_) == fingerprint
 
 
-def request_hashes(request: Any, adapters: Adapters) -> tuple[Callable[[], Sequence[bytes]], bool]:
-    """How to get a request's prefix hashes, and whether the request must bypass the cache.
+class RequestIdentity(NamedTuple):
+    """What a request's prefixes are found by."""
+
+    hashes: Callable[[], Sequence[bytes]]  # as they grow
+    tail: Callable[[int, int], bytes | None]  # of its tokens, as `Prompt.tail`
+    bypass: bool = False  # the request must bypass the cache
+
+
+_UNKNOWN = RequestIdentity(lambda: (), lambda start, end: None, bypass=True)
+
+
+def _tail(request: Any, fingerprint: bytes, start: int, end: int) -> bytes:
+    """Everything that tells tokens `start` to `end` of a request from others behind the same hash."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    about = repr((fingerprint, extra)).encode()  # of text, numbers, bytes and tuples of them, which have one spelling
+    return len(about).to_bytes(4, "little") + about + array("q", request.all_token_ids[start:end]).tobytes()
+
+
+def identify(request: Any, adapters: Adapters) -> RequestIdentity:
+    """What a request's prefixes are found by.
 
     Prompt embeddings are bypassed: the engine's hashes do not tell which positions are tokens. With an adapter, every
     hash is mixed with the adapter's content.
     """
     if getattr(request, "prompt_embeds", None) is not None:
-        return (lambda: ()), True
+        return _UNKNOWN
     lora = getattr(request, "lora_request", None)
     if lora is None:
-        return (lambda: request.block_hashes), False
+        return RequestIdentity(lambda: request.block_hashes, partial(_tail, request, b""))
     try:
         fingerprint = adapters.loaded(lora)
     except OSError:
         fingerprint = None  # not a local folder
     if fingerprint is None:
         # What the engine computes with cannot be told, so nothing of it is kept.
-        return (lambda: ()), True
+        return _UNKNOWN
     seen: list[bytes] = []
     mixed: list[bytes] = []
 
@@ -250,4 +272,8 @@ def request_hashes(request: Any, adapters: Adapters) -> tuple[Callable[[], Seque
             mixed.append(xxhash.xxh3_128_digest(fingerprint + engine_hash))
         return mixed
 
-    return hashes, False
+    def tail(start: int, end: int) -> bytes | None:
+        current = adapters.is_current(lora.lora_int_id, fingerprint)
+        return _tail(request, fingerprint, start, end) if current else None
+
+    return RequestIdentity(hashes, tail)

@@ -26,6 +26,7 @@ class Job:
     blocks: list[Any] = field(default_factory=list)  # engine blocks held while they are copied
     request_id: str = ""
     tokens: int = 0
+    checkpoint: Any = None  # of a session, that the copy is a part of
     causes: dict[Phase, str] = field(default_factory=dict)
 
 
@@ -64,6 +65,7 @@ class Ledger:
         blocks: Sequence[Any] = (),
         request_id: str = "",
         tokens: int = 0,
+        checkpoint: Any = None,
     ) -> int:
         """Number of a new job that the first rank of each holder will report each of `phases` of."""
         number = self._next
@@ -77,6 +79,7 @@ class Ledger:
             list(blocks),
             request_id,
             tokens,
+            checkpoint,
         )
         return number
 

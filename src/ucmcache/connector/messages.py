@@ -68,13 +68,16 @@ class UnitCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Copy one unit out of the engine after this step's forward; write it to the backend if there is one."""
+    """Copy one unit out of the engine, by default after this step's forward; write it to the backend if wanted."""
 
     job: int
     key: UnitKey
     copy: UnitCopy
     ranks: tuple[int, ...] | None = None  # who does it; None for all
     copied: bool = False  # the bytes are in the slot already: only write
+    written: bool = True  # to the backend, if there is one
+    is_final: bool = False  # an earlier step left the bytes, whose request is over: nothing to wait for
+    is_volatile: bool = False  # the next forward overwrites the bytes: it has to wait for the copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,15 @@ METRICS: dict[str, str] = {
     "retried_calls": "Calls to the backend that failed and were made again.",
     "slow_lookups": "Lookups that left stored bytes alone, since to compute was faster than to read.",
     "late_lookups": "Lookups that stopped waiting for the backend at the promise deadline.",
+    "frontier_appends": "Requests that continued a session from the last token that it had computed.",
+    "turn_restores": "Requests that continued a session from the end of its last prompt.",
+    "full_resets": "Requests that continued no session that was kept.",
+    "attaches": "Sessions that got a lane again.",
+    "detaches": "Sessions that gave their lane to another and were kept.",
+    "evicted_sessions": "Sessions that were given up for another.",
+    "expired_sessions": "Sessions that nobody came for within sessions.ttl.",
+    "refused_sessions": "Sessions that were not kept, for want of room.",
+    "fenced_writers": "Late results of a session that had gone on, or gone, which changed nothing.",
     "failures": "Failed jobs, by operation and cause.",
 }
 LABELS: dict[str, str] = {

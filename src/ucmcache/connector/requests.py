@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ucmcache.connector.identity import RequestIdentity
 from ucmcache.coordinator.hit import Hit
 from ucmcache.coordinator.joint import Claims
 from ucmcache.coordinator.retention import Trigger
 from ucmcache.keys import UnitKey
+from ucmcache.registry.registry import Lease
 
 
 @dataclass(slots=True)
@@ -31,8 +33,7 @@ class Tracked:
     """One request."""
 
     request: Any
-    hashes: Callable[[], Sequence[bytes]]
-    bypass: bool  # its content is not covered by the engine's hashes
+    identity: RequestIdentity
     epoch: int  # resets before its present computation began: what it computed before a later one is not kept
     local_tokens: int = 0
     asked_s: float | None = None  # since when its lookups answer "ask again"
@@ -55,6 +56,9 @@ class Tracked:
     unnamed: list[Unnamed] = field(default_factory=list)
     lease: dict[UnitKey, int] = field(default_factory=dict)  # units, by slot, that stay while it waits for others
     claims: Claims = field(default_factory=dict)  # blocks that are kept for its sake until it ends
+    lane: Lease | None = None  # of the session that it is a request of
+    is_laneless: bool = False  # it runs without one
+    turn: Any = None  # the checkpoint at the end of its prompt
 
     def passes(self, scheduled: int) -> bool:
         """Whether a step of `scheduled` tokens, none of them to be taken back, leaves nothing to save.

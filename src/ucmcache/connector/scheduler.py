@@ -11,21 +11,24 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ucmcache.config import Config
+from ucmcache.connector.identity import RequestIdentity
 from ucmcache.connector.jobs import Job, Ledger
 from ucmcache.connector.messages import LoadJob, Phase, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
 from ucmcache.connector.metrics import Counters
 from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.requests import Tracked
 from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
+from ucmcache.connector.sessions import SessionSide
 from ucmcache.coordinator.coordinator import Coordinator, Placed
 from ucmcache.coordinator.discovery import Discovery, Listing
 from ucmcache.coordinator.gate import LoadGate
 from ucmcache.coordinator.hit import Hit, Prompt
 from ucmcache.coordinator.retention import Trigger
-from ucmcache.keys import Namespace, SnapshotKey, UnitKey
+from ucmcache.keys import Namespace, SnapshotKey, UnitKey, engine_group, is_exact
 from ucmcache.store.arena import Presence
 from ucmcache.store.record import FOR_GOOD
 
@@ -60,6 +63,7 @@ class SchedulerSide:
         speculative: bool,
         has_backend: bool,
         discovery: Discovery | None = None,
+        lanes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -88,6 +92,19 @@ class SchedulerSide:
         self._saving = SavePlanner(
             coordinator, self._jobs, ranks, self.counters, speculative=speculative, has_backend=has_backend
         )
+        self._sessions: SessionSide | None = None
+        if config.sessions.are_kept:
+            self._sessions = SessionSide(
+                config.sessions,
+                coordinator,
+                self._jobs,
+                ranks,
+                self.counters,
+                lanes=lanes,
+                host_bytes=(config.host.blocks_bytes, config.host.snapshots_bytes),
+                has_backend=has_backend,
+                clock=clock,
+            )
 
     @property
     def coordinator(self) -> Coordinator:
@@ -102,15 +119,23 @@ class SchedulerSide:
     def bind_pool(self, pool: Any) -> None:
         """The engine's block pool, whose blocks are held while they are copied."""
         self._saving.pool = pool
+        if self._sessions is not None:
+            self._sessions.pool = pool
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def track(self, request: Any, hashes: Callable[[], Sequence[bytes]], bypass: bool) -> None:
-        """A new request; `hashes` gives its prefix hashes as they grow."""
-        self._requests[request.request_id] = Tracked(request, hashes, bypass, self._jobs.epoch)
+    def track(self, request: Any, identity: RequestIdentity) -> None:
+        """A new request."""
+        self._requests[request.request_id] = Tracked(request, identity, self._jobs.epoch)
 
-    def forget(self, request_id: str) -> None:
-        """The request ended; its jobs in flight end on their own."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request ended, and its blocks are about to be freed; its jobs in flight end on their own."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and self._sessions is not None:
+            self._sessions.finish(tracked, self._prompt(tracked, 0), block_ids)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
         if tracked := self._requests.pop(request_id, None):
             self._lose(tracked, "aborted")
@@ -126,7 +151,14 @@ class SchedulerSide:
             tracked.hit = None
             self._coordinator.settle(tracked.claims)
             tracked.start_over(self._jobs.epoch)
-        if tracked is None or tracked.bypass or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
+            if self._sessions is not None:
+                self._sessions.stop(tracked)
+        if (
+            tracked is None
+            or tracked.identity.bypass
+            or tracked.failed
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
             return 0
         self._learn()
         prompt = self._prompt(tracked, local_tokens)
@@ -221,7 +253,7 @@ class SchedulerSide:
         broken = False
         for key, column in self._coordinator.needed(self._prompt(tracked, tracked.local_tokens), resume):
             slot = self._coordinator.store_of(key).slot(key)
-            table = block_ids[key.group]
+            table = block_ids[engine_group(key.group)]
             block = table[column] if column < len(table) else NULL_BLOCK
             if slot is None or block == NULL_BLOCK:
                 broken = True  # cannot happen between a lookup and its allocation; then it costs only time
@@ -244,9 +276,8 @@ class SchedulerSide:
     def _touch(self, tracked: Tracked, resume_tokens: int) -> None:
         """Keep what was resumed from in the backend too, where nobody read it."""
         prompt = self._prompt(tracked, 0)
-        if self._discovery is None or not _due(
-            self._touched, prompt.prefix(resume_tokens), self._clock(), _TOUCH_INTERVAL_S
-        ):
+        prefix = self._coordinator.positions.prefix(prompt, resume_tokens)
+        if self._discovery is None or not _due(self._touched, prefix, self._clock(), _TOUCH_INTERVAL_S):
             return
         for key, _ in self._coordinator.needed(prompt, resume_tokens):
             if self._coordinator.store_of(key).is_stored(key):
@@ -264,7 +295,8 @@ class SchedulerSide:
         self.counters.add("lost_tokens", hit.resume_tokens - resume_tokens, "declined")
         if resume_tokens <= tracked.local_tokens:
             return
-        read = self._coordinator.resumed(self._prompt(tracked, 0).prefix(resume_tokens))
+        prefix = self._coordinator.positions.prefix(self._prompt(tracked, 0), resume_tokens)
+        read = self._coordinator.resumed(prefix)
         if read is not None:
             trigger, first = read
             self.counters.add("state_saved_tokens", resume_tokens - tracked.local_tokens, trigger)
@@ -296,6 +328,11 @@ class SchedulerSide:
         self._expire_leases()
         for request_id in list(self._wanted):
             self._plan_stages(plan, request_id, self._wanted.pop(request_id))
+        if self._sessions is not None:
+            for request_id in getattr(output, "preempted_req_ids", None) or ():
+                if tracked := self._requests.get(request_id):
+                    self._sessions.stop(tracked)
+            self._sessions.plan(plan)
         state = getattr(output, "kv_connector_block_state", None)
         if state is not None:
             drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
@@ -307,6 +344,9 @@ class SchedulerSide:
                 unverified = len(drafts[request_id]) if request_id in drafts else 0
                 if self._keeps(tracked) and not tracked.passes(scheduled - unverified):
                     self._saving.plan_step(plan, tracked, self._prompt(tracked, 0), scheduled, unverified, state)
+                if self._sessions is not None and self._keeps(tracked):
+                    prompt, table = partial(self._prompt, tracked, 0), partial(state.get_block_ids, request_id)
+                    self._sessions.step(plan, tracked, prompt, scheduled, table)
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None and self._keeps(tracked):
@@ -346,7 +386,7 @@ class SchedulerSide:
             job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), holders, request_id=request_id)
             if tracked := self._requests.get(request_id):
                 tracked.staging += 1
-                if isinstance(key, SnapshotKey):
+                if isinstance(key, SnapshotKey) and not is_exact(key.group):
                     # Why it was kept is not known any more; that somebody wants it is.
                     self._coordinator.keep(self._prompt(tracked, 0), key.depth_tokens, Trigger.PROMPT_END)
             plan.stages.append(StageJob(job, key, slots[0], self._ranks.doing(holders)))
@@ -377,7 +417,7 @@ class SchedulerSide:
             self._end_lease(self._requests[request_id])
 
     def _keeps(self, tracked: Tracked) -> bool:
-        return not tracked.bypass and tracked.epoch == self._jobs.epoch
+        return not tracked.identity.bypass and tracked.epoch == self._jobs.epoch
 
     def _adopt(self, tracked: Tracked) -> None:
         if tracked.loaded_tokens:
@@ -404,6 +444,8 @@ class SchedulerSide:
                 self._load_ended(job, cause)
             elif phase is Phase.STAGED:
                 self._stage_ended(job, cause)
+            elif job.checkpoint is not None and self._sessions is not None:
+                self._sessions.copied(job, cause)
             else:
                 self._saving.ended(job, phase, cause)
 
@@ -441,6 +483,8 @@ class SchedulerSide:
     def busy(self) -> bool:
         """Whether results are still to come that the engine should stay awake for."""
         asked = self._discovery is not None and self._discovery.is_asked
+        if self._sessions is not None and self._sessions.busy():
+            return True
         return asked or bool(self._loads) or self._jobs.has_take_overs or self._jobs.any_younger_than(_DRAIN_S)
 
     def reset(self) -> None:
@@ -454,6 +498,10 @@ class SchedulerSide:
         for tracked in self._requests.values():
             tracked.claims.clear()
             self._end_lease(tracked)
+            if self._sessions is not None:
+                self._sessions.abandon(tracked)
+        if self._sessions is not None:
+            self._sessions.reset()
         fields = {**self._setup.fields, "generation": uuid.uuid4().hex}
         namespace = Namespace(fields).digest
         self._setup = replace(self._setup, namespace=namespace, fields=fields)
@@ -470,15 +518,18 @@ class SchedulerSide:
         evicted = self._coordinator.blocks.evicted_units + self._coordinator.states.evicted_units
         self.counters.add("evicted_units", evicted - self._evicted_seen)
         self._evicted_seen = evicted
+        for name, count in self._sessions.take_counts().items() if self._sessions is not None else ():
+            self.counters.add(name, count)
         return self.counters.take()
 
     def _prompt(self, tracked: Tracked, local_tokens: int) -> Prompt:
         return Prompt(
             tracked.request.num_tokens,
-            tracked.hashes(),
+            tracked.identity.hashes(),
             self._hash_block_tokens,
             local_tokens,
             self._only_last,
+            tracked.identity.tail,
         )
 
     def _unpin(self, job: Job) -> None:

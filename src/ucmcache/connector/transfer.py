@@ -5,7 +5,8 @@ forward that wrote it has returned. `StreamTransfer` submits to a device and hol
 
 1. a save starts after the forward that wrote its blocks (the save stream waits for the compute stream);
 2. a load starts after the zeroing of its blocks and after their last reader or writer (the load stream waits too);
-3. a ticket is done only when the device has finished the copies: until then the scheduler keeps a save's blocks and
+3. the next forward starts after a save of what it overwrites (the compute stream waits for the save stream);
+4. a ticket is done only when the device has finished the copies: until then the scheduler keeps a save's blocks and
    slots, and a load's slots, from reuse, and no reader is started on a load's blocks.
 """
 
@@ -34,8 +35,11 @@ class Ticket(NamedTuple):
 class Transfer(Protocol):
     """Moves units. A ticket is polled until `done`, also one with an error: its memory is in use until then."""
 
-    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
-        """Engine blocks -> host slots, after everything that the compute stream was given so far."""
+    def save(self, copies: Sequence[UnitCopy], before_next: bool = False) -> Ticket:
+        """Engine blocks -> host slots, after everything that the compute stream was given so far.
+
+        With `before_next` what it is given from now on comes after the copies.
+        """
 
     def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         """Host slots -> engine blocks, after everything that the compute stream was given so far."""
@@ -52,7 +56,7 @@ class HostTransfer:
         self._runs = {group: _runs_of(unit, flat) for group, unit in units.items()}
         self._slots = slots
 
-    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
+    def save(self, copies: Sequence[UnitCopy], before_next: bool = False) -> Ticket:
         for group, slot, block in copies:
             row = self._slots[group].row(slot)
             for blocks, begin, end in self._runs[group]:
@@ -133,8 +137,11 @@ class StreamTransfer:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def save(self, copies: Sequence[UnitCopy]) -> Ticket:
-        return self._submit("save", self._device.copy_out, copies)
+    def save(self, copies: Sequence[UnitCopy], before_next: bool = False) -> Ticket:
+        ticket = self._submit("save", self._device.copy_out, copies)
+        if before_next:
+            self._device.wait("compute", ticket.event)
+        return ticket
 
     def load(self, copies: Sequence[UnitCopy]) -> Ticket:
         return self._submit("load", self._device.copy_in, copies)

@@ -36,7 +36,7 @@ from ucmcache.connector.transfer import CudaDevice, HostTransfer, StreamTransfer
 from ucmcache.coordinator.binding import bind
 from ucmcache.coordinator.spec import Kind
 from ucmcache.errors import BackendError, ConfigError, ContractError
-from ucmcache.keys import SnapshotKey, UnitKey
+from ucmcache.keys import SnapshotKey, UnitKey, exact_group
 from ucmcache.store import record
 from ucmcache.store.backend import Backend, Bucket, open_backend
 from ucmcache.store.memory import MemoryHandle, SlotMemory, map_shared, take_memory, take_shared_memory
@@ -123,10 +123,14 @@ class WorkerSide:
         host = self._config.host.of_one_rank(self._ranks.count)
         for kind, nbytes in ((Kind.CHAIN, host.blocks_bytes), (Kind.SNAPSHOT, host.snapshots_bytes)):
             spreads = [groups[row.group].alike for row in rows if row.kind is kind]
+            if kind is Kind.SNAPSHOT and self._config.sessions.are_kept:
+                spreads = [groups[row.group].alike for row in rows if row.spec.votes]
             if spreads:
                 self._memory[kind] = self._take(kind, nbytes, max(spreads) > 1)
             # What waits to be written keeps its slots from being used; most of them stay free for others.
             self._pipeline.queue_bytes = (host.blocks_bytes + host.snapshots_bytes) // _QUEUE_PARTS
+        # What is kept of a group off the grid has the same regions.
+        self._units |= {exact_group(group): unit for group, unit in self._units.items()}
         self._facts = WorkerFacts(groups, self._handles)
 
     @property
@@ -215,7 +219,8 @@ class WorkerSide:
         if self._unstarted:
             self._saves_failed(self._unstarted, "no_end")
         saves = [save for save in plan.saves if self._does(save.ranks)]
-        self._unstarted = tuple(save for save in saves if not save.copied)
+        self._unstarted = tuple(save for save in saves if not save.copied and not save.is_final)
+        self._save([save for save in saves if save.is_final])
         calls = [self._stage(stage, self._setup) for stage in plan.stages if self._does(stage.ranks)]
         calls += [self._write(save, self._setup) for save in saves if save.copied]
         if plan.touches and self._backend is not None:
@@ -231,13 +236,9 @@ class WorkerSide:
     def end(self, plan: StepPlan) -> None:
         """Start the saves of this step, whose bytes the forward just wrote."""
         saves, self._unstarted = self._unstarted, ()
-        if not saves:
-            return
-        try:
-            transfer, setup = self._ready()
-            self._running.append(_Running(transfer.save([save.copy for save in saves]), setup, saves=saves))
-        except Exception as error:
-            self._saves_failed(saves, self.counters.failure("save", error))
+        # Together what the next forward waits for, so that it waits for nothing else.
+        self._save([save for save in saves if save.is_volatile], before_next=True)
+        self._save([save for save in saves if not save.is_volatile])
 
     def poll(self, idle: bool) -> None:
         """Collect finished copies; in an idle step, first give storage a moment."""
@@ -280,6 +281,16 @@ class WorkerSide:
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
+    def _save(self, saves: Sequence[SaveJob], before_next: bool = False) -> None:
+        if not saves:
+            return
+        try:
+            transfer, setup = self._ready()
+            ticket = transfer.save([save.copy for save in saves], before_next)
+            self._running.append(_Running(ticket, setup, saves=tuple(saves)))
+        except Exception as error:
+            self._saves_failed(saves, self.counters.failure("save", error))
+
     def _load(self, load: LoadJob) -> None:
         cause = "broken" if load.broken else ""
         if not cause:
@@ -309,7 +320,7 @@ class WorkerSide:
             self._result(save.job, Phase.COPIED)
             self.counters.add("saved_bytes", self._units[save.copy.group].unit_bytes)
         if self._backend is not None:
-            self._pipeline.submit([self._write(save, running.setup) for save in running.saves])
+            self._pipeline.submit([self._write(save, running.setup) for save in running.saves if save.written])
 
     def _saves_failed(self, saves: Sequence[SaveJob], cause: str) -> None:
         for save in saves:

@@ -9,12 +9,12 @@ import numpy as np
 
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.directory import CheckpointDirectory
-from ucmcache.coordinator.exact import ExactPositions
+from ucmcache.coordinator.exact import Positions
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
 from ucmcache.coordinator.joint import Claims, JointEviction
 from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import Kind
-from ucmcache.keys import BlockKey, SnapshotKey, UnitKey, engine_group
+from ucmcache.keys import BlockKey, SnapshotKey, UnitKey, engine_group, exact_group
 from ucmcache.store.arena import ArenaPlan, Presence
 from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
@@ -47,12 +47,12 @@ class Coordinator:
     ) -> None:
         self.all_rows = tuple(rows)
         self.rows = tuple(row for row in rows if row.spec.votes)
+        self.grid_tokens: int = grid_tokens(self.rows) if self.rows else 0
         self.blocks = blocks
         self.states = states
         self.directory = CheckpointDirectory()
-        self.exact = ExactPositions(self.rows, blocks, states, self.directory)
+        self.positions = Positions(self.rows, blocks, states, self.directory, self.grid_tokens)
         states.on_exact, states.on_exact_gone = self.directory.add, self.directory.discard
-        self.grid_tokens = grid_tokens(self.rows) if self.rows else 0
         self.retention = Retention(interval_tokens, max(self.grid_tokens, 1))
         self.joint = JointEviction(self.rows, blocks, states, self.grid_tokens)
         self._snapshots = [row.group for row in self.rows if row.kind is Kind.SNAPSHOT]
@@ -105,15 +105,20 @@ class Coordinator:
 
     def lookup(self, prompt: Prompt) -> Hit:
         """Where the prompt can be resumed; takes no pins and changes nothing."""
-        return self.exact.deepen(prompt, resolve_hit(prompt, self.rows, self.blocks, self.states))
+        return self.positions.deepen(prompt, resolve_hit(prompt, self.rows, self.blocks, self.states))
 
-    def prefix(self, prompt: Prompt, position_tokens: int) -> bytes:
-        """What stands for a prompt up to a position; b"" if nothing can."""
-        return prompt.prefix(position_tokens) if self.on_grid(position_tokens) else prompt.exact_prefix(position_tokens)
+    def missing_at(self, prompt: Prompt, position_tokens: int, prefix: bytes, with_blocks: bool) -> list[Placed]:
+        """What a resume at a position takes that is neither in host memory nor on its way there.
 
-    def presence(self, prompt: Prompt, position_tokens: int) -> Presence:
-        """How near what is kept off the grid at a position is, with all that a resume there takes."""
-        return self.exact.presence(prompt, position_tokens, self.prefix(prompt, position_tokens))
+        Of whole blocks, and only if they are asked for, those that are nowhere.
+        """
+        own = self.positions.keys(prompt, position_tokens, prefix)
+        missing = [Placed(*one) for one in own if self.states.presence(one[0].group, [prefix])[0] not in _HERE]
+        for row in self.rows if with_blocks else ():
+            if row.kind is Kind.CHAIN:
+                first = int(row.first_needed(np.array([position_tokens]))[0]) // row.block_tokens
+                missing += self.missing_blocks(prompt, row, first, position_tokens)[0]
+        return missing
 
     def deepest(self, prompt: Prompt) -> int:
         """The deepest position at which a prompt could be resumed at all; 0 if there is none."""
@@ -123,14 +128,10 @@ class Coordinator:
     def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
         """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
         units: list[Placed] = []
-        if not self.on_grid(resume_tokens):
-            prefix = prompt.exact_prefix(resume_tokens)
-            units += [Placed(*unit) for unit in self.exact.keys(prompt, resume_tokens, prefix)]
+        prefix = self.positions.prefix(prompt, resume_tokens)
+        units += [Placed(*one) for one in self.positions.keys(prompt, resume_tokens, prefix)]
         for row in self.rows:
-            if row.kind is Kind.SNAPSHOT:
-                if self.on_grid(resume_tokens):
-                    column = (resume_tokens - 1) // row.block_tokens
-                    units.append(Placed(self._state_key(prompt, row, resume_tokens), column))
+            if row.kind is not Kind.CHAIN:
                 continue
             size = row.block_tokens
             start = int(row.first_needed(np.array([resume_tokens]))[0]) // size
@@ -159,16 +160,12 @@ class Coordinator:
         """The states of all snapshot rows at a grid position that are kept nowhere yet, in the running column."""
         if not self.on_grid(position_tokens) or position_tokens > prompt.hashed_tokens:
             return []
-        placed = [
-            Placed(self._state_key(prompt, row, position_tokens), (position_tokens - 1) // row.block_tokens)
-            for row in self.rows
-            if row.kind is Kind.SNAPSHOT
-        ]
+        placed = [Placed(*one) for one in self.positions.keys(prompt, position_tokens, prompt.prefix(position_tokens))]
         return [one for one in placed if self.states.presence(one.key.group, [one.key.prefix])[0] == Presence.ABSENT]
 
     def on_grid(self, position_tokens: int) -> bool:
-        """Whether every chain has a block that ends at the position, so that a resume there is possible at all."""
-        return position_tokens > 0 and self.grid_tokens > 0 and position_tokens % self.grid_tokens == 0
+        """Whether every chain has a block that ends at the position, so that states alone are kept for it."""
+        return self.positions.on_grid(position_tokens)
 
     def state_columns(self, position_tokens: int) -> list[tuple[int, int]]:
         """(group, column) of every snapshot row's running state at a position."""
@@ -179,10 +176,6 @@ class Coordinator:
     def _block_key(self, prompt: Prompt, row: BoundRow, column: int) -> BlockKey:
         end = (column + 1) * row.block_tokens
         return BlockKey(row.group, prompt.prefix(end), end, prompt.prefix(end - row.block_tokens))
-
-    def _state_key(self, prompt: Prompt, row: BoundRow, position_tokens: int) -> SnapshotKey:
-        parent = max(position_tokens - row.block_tokens, 0)
-        return SnapshotKey(row.group, prompt.prefix(position_tokens), position_tokens, prompt.prefix(parent))
 
     def describe(self) -> str:
         """The bound table, for the log at start; then what a token and a state take, and how many of each fit.
@@ -195,16 +188,20 @@ class Coordinator:
         table = [heads, *(self._described(row, plans) for row in self.all_rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-        for kind, store, what in ((Kind.CHAIN, self.blocks, "token"), (Kind.SNAPSHOT, self.states, "state")):
-            each = {row.group: row.block_tokens if kind is Kind.CHAIN else 1 for row in self.rows if row.kind is kind}
+        exact = [exact_group(row.group) for row in self.rows if exact_group(row.group) in plans]
+        for what, each in (
+            ("token", {row.group: row.block_tokens for row in self.rows if row.kind is Kind.CHAIN}),
+            ("state", {row.group: 1 for row in self.rows if row.kind is Kind.SNAPSHOT}),
+            ("checkpoint", dict.fromkeys(exact, 1)),
+        ):
             if each:
                 size = sum(plans[group].slot_bytes / plans[group].spread / each[group] for group in each)
-                fit = min(
-                    arena.plan.slots / sum(1 / each[group] for group in arena.plan.groups) for arena in store.arenas
-                )
+                shares = ((arena.plan, [each[one] for one in arena.plan.groups if one in each]) for arena in arenas)
+                fit = min(plan.slots / sum(1 / one for one in share) for plan, share in shares if share)
                 taken = f"a {what} takes {size:,.0f} bytes of each rank's host memory over all groups"
                 lines.append(f"{taken}; {int(fit):,} {what}s fit")
-        return "\n".join([*lines, f"resume positions are multiples of {self.grid_tokens:,} tokens"])
+        off_grid = ", and where a session has a checkpoint" if exact else ""
+        return "\n".join([*lines, f"resume positions are multiples of {self.grid_tokens:,} tokens{off_grid}"])
 
     @staticmethod
     def _described(row: BoundRow, plans: Mapping[int, ArenaPlan]) -> tuple[str, ...]:

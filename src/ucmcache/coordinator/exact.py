@@ -1,7 +1,8 @@
-"""Positions off the grid: what is kept for one, where a prompt has one, and what a resume there takes.
+"""Any position: what is kept for one alone, how near it is, and where a prompt has one off the grid.
 
-The states of all snapshot rows, and of every chain row the partial last block, are kept together in the SnapshotStore
-under an exact prefix (architecture section 3). The whole blocks before are ordinary ones.
+Off the grid the states of all snapshot rows, and of every chain row the partial last block, are kept together in the
+SnapshotStore under an exact prefix (architecture section 3). On it there are states only. The whole blocks before are
+ordinary ones.
 """
 
 from __future__ import annotations
@@ -21,23 +22,54 @@ from ucmcache.store.block import BlockStore
 from ucmcache.store.snapshot import SnapshotStore
 
 
-class ExactPositions:
-    """What of a model is kept at a position off the grid. Single-threaded; changes nothing but the directory.
+class Positions:
+    """What of a model is kept at a position. Single-threaded; changes nothing but the directory.
 
-    Guaranteed by the caller: no row has lookahead, and positions are off the grid and above 0.
+    Guaranteed by the caller: positions are above 0, and off the grid only where no row has lookahead.
     """
 
     def __init__(
-        self, rows: Sequence[BoundRow], blocks: BlockStore, states: SnapshotStore, directory: CheckpointDirectory
+        self,
+        rows: Sequence[BoundRow],
+        blocks: BlockStore,
+        states: SnapshotStore,
+        directory: CheckpointDirectory,
+        grid_tokens: int,
     ) -> None:
+        self._grid_tokens = grid_tokens
         self._chains = [row for row in rows if row.kind is Kind.CHAIN]
         self._snapshots = [row for row in rows if row.kind is Kind.SNAPSHOT]
         self._blocks = blocks
         self._states = states
         self._directory = directory
 
+    def on_grid(self, position_tokens: int) -> bool:
+        """Whether every chain has a block that ends at the position, so that only states are kept for it."""
+        return position_tokens > 0 and self._grid_tokens > 0 and position_tokens % self._grid_tokens == 0
+
+    def prefix(self, prompt: Prompt, position_tokens: int) -> bytes:
+        """What stands for a prompt up to a position; b"" if nothing can, or not yet."""
+        on_grid, unit = self.on_grid(position_tokens), prompt.hash_block_tokens
+        hashed = position_tokens if on_grid else (position_tokens - 1) // unit * unit
+        if position_tokens > prompt.num_tokens or hashed > prompt.hashed_tokens:
+            return b""
+        return prompt.prefix(position_tokens) if on_grid else prompt.exact_prefix(position_tokens)
+
     def keys(self, prompt: Prompt, position_tokens: int, prefix: bytes) -> list[tuple[SnapshotKey, int]]:
-        """Every unit that is kept for the position, and its column in its group's block table."""
+        """Every unit that is kept for the position alone, and its column in its group's block table."""
+        if self.on_grid(position_tokens):
+            return [
+                (
+                    SnapshotKey(
+                        row.group,
+                        prefix,
+                        position_tokens,
+                        prompt.prefix(max(position_tokens - row.block_tokens, 0)),
+                    ),
+                    (position_tokens - 1) // row.block_tokens,
+                )
+                for row in self._snapshots
+            ]
         unit = prompt.hash_block_tokens
         parent = prompt.prefix((position_tokens - 1) // unit * unit)
         columns = [(row.group, (position_tokens - 1) // row.block_tokens) for row in self._snapshots]
@@ -51,7 +83,7 @@ class ExactPositions:
     def presence(self, prompt: Prompt, position_tokens: int, prefix: bytes) -> Presence:
         """How near everything is that a resume at the position takes beyond what is local."""
         groups = [key.group for key, _ in self.keys(prompt, position_tokens, prefix)]
-        least = int(self._states.presences(groups, [prefix]).min())
+        least = int(self._states.presences(groups, [prefix]).min()) if groups else int(Presence.READY)
         if least == Presence.ABSENT:
             self._directory.discard(prefix)
         for row in self._chains if least else ():

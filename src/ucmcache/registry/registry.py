@@ -1,14 +1,14 @@
-"""Sessions that have left their lane, each with its states and its KV, until a prompt continues them.
+"""Which session is on which lane, what those that have left theirs keep, and who may still write for them.
 
-An index only: it decides and accounts, and holds what an entry keeps by a handle that it gives back exactly once. Time
+An index only: it decides and accounts, and holds what a session keeps by a handle that it gives back exactly once. Time
 and the handles' owner are passed in; single-threaded, in the scheduler's process.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,12 @@ from ucmcache.errors import ContractError
 from ucmcache.registry.lanes import LaneLayout
 from ucmcache.registry.session import Event, State, after
 
-Tokens = NDArray[np.int64]
+Tokens = NDArray[np.int32]
+_SAMPLE_TOKENS = 16  # compared before all are
 
 
 class Lease(NamedTuple):
-    """The right to write for a session: no other lease of the session has this epoch, in any engine."""
+    """The right to write for a session: no other lease has this epoch, in any engine."""
 
     session: str
     lane: int
@@ -30,65 +31,91 @@ class Lease(NamedTuple):
     epoch: int
 
 
+class Size(NamedTuple):
+    """Bytes of host memory: of whole blocks, of the blocks that are full in part, and of states."""
+
+    blocks: int = 0
+    tails: int = 0
+    states: int = 0
+
+    def plus(self, other: Size, sign: int = 1) -> Size:
+        """The sum, or the difference, part by part."""
+        return Size(*(one + sign * two for one, two in zip(self, other, strict=True)))
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a session leaves behind. Guaranteed by the caller: 0 <= turn_tokens <= len(tokens)."""
+    """What a session leaves behind: the state at its frontier, and that at the end of its last turn.
 
-    tokens: Tokens  # all of which the state at the frontier has seen
-    turn_tokens: int  # of these, up to the end of the last turn
-    isolation: bytes  # whatever else must be equal: LoRA, salt, multimodal content
+    Guaranteed by the caller: 0 <= turn_tokens <= len(tokens); 0 turn tokens are none, as is a frontier that is dropped.
+    """
+
+    tokens: Tokens  # all that it stands for; without a frontier those of the turn
+    turn_tokens: int
+    isolation: bytes  # whatever else must be equal: LoRA, salt
     tenant: str
-    kv_bytes: int
-    state_bytes: int
+    size: Size
+    turn_size: Size  # of it, what stays without the frontier
     hold: object  # what keeps the bytes, given back to `release`
+    has_current: bool = True
+
+    def without_current(self) -> Kept:
+        """What stays when the state at the frontier goes."""
+        return replace(self, tokens=self.tokens[: self.turn_tokens], size=self.turn_size, has_current=False)
 
 
 class Match(NamedTuple):
-    """An entry that a prompt continues, and how far."""
+    """A session that a prompt continues, and from where."""
 
     session: str
-    entry: int
-    resume_tokens: int
+    tokens: int
     at_frontier: bool
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    number: int
-    session: str
-    kept: Kept
-    state: State
-    used_s: float  # last detached or attached
-    pinned_until_s: float
-    filling: Lease | None = None  # of the lane that is being filled from it
-
-    @property
-    def nbytes(self) -> int:
-        return self.kept.kv_bytes + self.kept.state_bytes
+class _Session:
+    name: str
+    state: State = State.RUNNING
+    lane: int | None = None
+    entry: int | None = None
+    lease: Lease | None = None  # of its last request
+    kept: Kept | None = None  # of its last request that finished
+    kept_lease: Lease | None = None  # under which that is written
+    used_s: float = 0.0
+    pin_s: float = 0.0
+    pinned_until_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long and how much: `ttl_s` since the last use; `quota_bytes` of one tenant, None is no limit."""
+    """How long and how much: `ttl_s` since the last use; `quota_bytes` of one tenant; of all, by kind of memory."""
 
     ttl_s: float
     quota_bytes: int | None = None
+    blocks_bytes: int | None = None
+    snapshots_bytes: int | None = None  # tails and states
 
 
 @dataclass(slots=True)
 class Held:
-    """Bytes that detached sessions keep now."""
+    """Bytes that sessions keep now, those on lanes among them."""
 
-    kv_bytes: int = 0
-    state_bytes: int = 0
+    size: Size = field(default_factory=Size)
     by_tenant: Counter[str] = field(default_factory=Counter)
 
 
 class SessionRegistry:
-    """Detach, attach, expiry and fencing.
+    """Lanes, detach, attach, expiry and fencing.
 
-    Promised: `release` gets every `Kept` that was taken exactly once, and none that a lane is still being filled from;
-    at most one lease of a session is valid at a time. `counts` says what happened. `engine` is unlike any other's.
+    A session that finished stays on its lane until another needs it. Then it goes to an entry, and what was there
+    longest and is not pinned goes for it; one that is being continued keeps its entry until its request is over, so
+    that whoever branches off meanwhile finds what it needs. Promised: `release` gets every `Kept` that was taken
+    exactly once; at most one lease of a session is valid at a time. `counts` says what happened.
     """
 
     def __init__(
@@ -98,6 +125,7 @@ class SessionRegistry:
         engine: bytes,
         release: Callable[[Kept], None],
         clock: Callable[[], float],
+        release_current: Callable[[Kept], None] = lambda kept: None,
     ) -> None:
         self.layout = layout
         self.held = Held()
@@ -105,177 +133,236 @@ class SessionRegistry:
         self._limits = limits
         self._engine = engine
         self._release = release
+        self._release_current = release_current
         self._clock = clock
-        self._entries: list[_Entry | None] = [None] * layout.entries
-        self._leases: dict[str, Lease] = {}  # of sessions on a lane
-        self._pins: dict[str, float] = {}  # of sessions on a lane: seconds that they asked for
+        self._sessions: dict[str, _Session] = {}
+        self._lanes: list[_Session | None] = [None] * layout.lanes
+        self._entries: list[_Session | None] = [None] * layout.entries
         self._epochs = 0
 
-    # -- lanes ------------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self._sessions)
 
-    def begin(self, session: str, lane: int, pin_s: float = 0.0) -> Lease:
-        """A session is on a lane from now on; what held a lease of it before holds none. An entry of it is closed."""
-        self.layout.current(lane)  # refuses a lane that there is not
-        self.close(session)
-        return self._give_lease(session, lane, pin_s)
+    def state(self, session: str) -> State:
+        """Where a session is."""
+        return self._sessions[session].state if session in self._sessions else State.CLOSED
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def match(self, prompt: Sequence[int], isolation: bytes) -> Match | None:
+        """The session that a prompt continues, at most up to the token before its last; None if there is none.
+
+        In two passes (requirements G4): sessions whose every token the prompt continues come first, the longest of
+        them; only then those that it continues from the end of their last turn. A running one is none of them.
+        """
+        return self._longest(prompt, isolation, at_frontier=True) or self._longest(prompt, isolation, at_frontier=False)
+
+    def begin(self, session: str, match: Match | None = None, pin_s: float = 0.0) -> Lease | None:
+        """A request of a session is on a lane from now on; None if there is no lane left, or it has a request already.
+
+        With a match, which is good until anything else is called, it continues from there.
+        """
+        known = self._sessions.get(session)
+        if known is not None and known.state is State.RUNNING:
+            return None
+        if all(one is not None and one.state is State.RUNNING for one in self._lanes):
+            return None
+        if known is None:
+            known = self._sessions[session] = _Session(session)
+        else:
+            self._happen(known, Event.ATTACH)
+            self.counts["attaches"] += match is not None
+        lane = known.lane if known.lane is not None else self._free_lane()
+        known.lane, self._lanes[lane] = lane, known
+        known.used_s, known.pin_s = self._clock(), pin_s
+        self._epochs += 1
+        known.lease = Lease(session, lane, self._engine, self._epochs)
+        if match is None:
+            self.counts["full_resets"] += 1
+        else:
+            self.counts["frontier_appends" if match.at_frontier else "turn_restores"] += 1
+        return known.lease
 
     def admits(self, lease: Lease) -> bool:
-        """Whether what carries this lease may still write; refusals are counted."""
-        valid = self._leases.get(lease.session) == lease
-        self.counts["fenced"] += not valid
+        """Whether what carries this lease may still write: its request runs, or what it left is kept."""
+        session = self._sessions.get(lease.session)
+        valid = session is not None and lease in (session.lease, session.kept_lease)
+        self.counts["fenced_writers"] += not valid
         return valid
 
-    def detach(self, lease: Lease, kept: Kept) -> bool:
-        """The session leaves its lane; whether an entry keeps what it had. If not, `kept` is released."""
-        if not self.admits(lease):
-            self._release(kept)
+    def finish(self, lease: Lease, kept: Kept | None) -> bool:
+        """The request is over; whether `kept` is kept. If not it is released, and what was kept before is kept on."""
+        session = self._sessions.get(lease.session)
+        if session is None or session.lease != lease or session.state is not State.RUNNING:
+            self.counts["fenced_writers"] += 1
+            if kept is not None:
+                self._release(kept)
             return False
-        if not 0 <= kept.turn_tokens <= len(kept.tokens):
-            raise ContractError(f"a turn of {kept.turn_tokens} tokens in a session of {len(kept.tokens)}")
-        pin_s = self._pins.pop(lease.session, 0.0)
-        del self._leases[lease.session]
-        number = self._room(kept)
-        if number is None:
-            self.counts["refused"] += 1
+        taken = kept is not None and self._has_room(kept, session)
+        if kept is not None and taken:
+            self._keep(session, kept, lease)
+        elif kept is not None:
+            self.counts["refused_sessions"] += 1
             self._release(kept)
+        if session.kept is None:
+            self._close(session, Event.END)
             return False
-        now_s = self._clock()
-        state = after(State.RUNNING, Event.DETACH)
-        self._entries[number] = _Entry(number, lease.session, kept, state, now_s, now_s + pin_s)
-        self._account(kept, 1)
-        self.counts["detaches"] += 1
-        return True
+        self._free_entry(session)
+        self._happen(session, Event.FINISH)
+        session.used_s = self._clock()
+        session.pinned_until_s = session.used_s + session.pin_s
+        return taken
 
-    def end(self, lease: Lease) -> None:
-        """The session leaves its lane and keeps nothing."""
-        if self.admits(lease):
-            del self._leases[lease.session]
-            self._pins.pop(lease.session, None)
-
-    # -- entries ----------------------------------------------------------------------------------------------------
-
-    def match(self, prompt: Tokens, isolation: bytes, most_tokens: int) -> Match | None:
-        """The entry that a prompt continues, resuming at most at `most_tokens`; None if there is none.
-
-        In two passes (requirements G4): entries whose every token the prompt continues come first, the longest of them;
-        only then those that it continues from the end of their last turn.
-        """
-        found = None
-        if self.layout.keeps_current:
-            found = self._longest(prompt, isolation, most_tokens, at_frontier=True)
-        return found or self._longest(prompt, isolation, most_tokens, at_frontier=False)
-
-    def attach(self, match: Match, lane: int, pin_s: float = 0.0) -> Lease:
-        """A lane is going to be filled from a matching entry, which stays until `settle`; the session's new lease.
-
-        Raises ContractError if the entry is not there any more: a match is good until anything else is called.
-        """
-        self.layout.current(lane)
-        entry = self._entries[match.entry]
-        if entry is None or entry.session != match.session:
-            raise ContractError(f"entry {match.entry} does not hold session {match.session} any more")
-        self._happen(entry, Event.ATTACH)
-        entry.used_s = self._clock()
-        entry.filling = self._give_lease(match.session, lane, pin_s)
-        self.counts["attaches"] += 1
-        self.counts["frontier_appends" if match.at_frontier else "turn_restores"] += 1
-        return entry.filling
-
-    def settle(self, lease: Lease, event: Event) -> None:
-        """The filling of a lane ended: ATTACHED, GIVEN_BACK or FAILED.
-
-        Given back, the session is detached again, and this lease ends. Afterwards the entry is free, or keeps it.
-        """
-        if event not in (Event.ATTACHED, Event.GIVEN_BACK, Event.FAILED):
-            raise ContractError(f'filling a lane does not end by "{event.value}"')
-        # By the lease: the session may have gone on elsewhere since, and even be detached again.
-        entry = next((one for one in self._live() if one.filling == lease), None)
-        if entry is None:
-            raise ContractError(f"no lane is being filled under {lease}")
-        if event is not Event.ATTACHED and self._leases.get(lease.session) == lease:
-            del self._leases[lease.session]
-            self._pins.pop(lease.session, None)
-        entry.filling = None
-        self._happen(entry, event)
+    # -- sessions ---------------------------------------------------------------------------------------------------
 
     def close(self, session: str) -> None:
-        """Forget a session: whoever has a lease of it has none, and an entry of it is freed."""
-        self._leases.pop(session, None)
-        self._pins.pop(session, None)
-        for entry in [one for one in self._live() if one.session == session]:
-            self._happen(entry, Event.CLOSE)
+        """Forget a session: whoever has a lease of it has none, and what it kept is released."""
+        if session in self._sessions:
+            self._close(self._sessions[session], Event.CLOSE)
 
     def expire(self) -> int:
-        """Free the entries that nobody came for in time; how many."""
+        """Close the sessions that nobody came for in time; how many."""
         now_s = self._clock()
         late = [
-            entry
-            for entry in self._live(State.DETACHED)
-            if now_s >= max(entry.used_s + self._limits.ttl_s, entry.pinned_until_s)
+            session
+            for session in self._idle()
+            if now_s >= max(session.used_s + self._limits.ttl_s, session.pinned_until_s)
         ]
-        for entry in late:
-            self._happen(entry, Event.EVICT)
-        self.counts["expirations"] += len(late)
+        for session in late:
+            self._close(session, Event.CLOSE)
+        self.counts["expired_sessions"] += len(late)
         return len(late)
 
     def reset(self) -> None:
         """Close all sessions, as when the weights have changed: nothing that is under way may write any more."""
-        for session in [*self._leases, *(entry.session for entry in self._live())]:
+        for session in list(self._sessions):
             self.close(session)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _longest(self, prompt: Tokens, isolation: bytes, most_tokens: int, at_frontier: bool) -> Match | None:
+    def _longest(self, prompt: Sequence[int], isolation: bytes, at_frontier: bool) -> Match | None:
         best: Match | None = None
-        for entry in self._live(State.DETACHED):
-            kept = entry.kept
+        for session in self._idle():
+            kept = session.kept
+            if kept is None or kept.isolation != isolation or (at_frontier and not kept.has_current):
+                continue
             length = len(kept.tokens) if at_frontier else kept.turn_tokens
             # Strictly longer wins; what is as long as the best needs no look at its tokens.
-            if kept.isolation != isolation or not (best.resume_tokens if best else 0) < length <= most_tokens:
-                continue
-            if np.array_equal(prompt[:length], kept.tokens[:length]):
-                best = Match(entry.session, entry.number, length, at_frontier)
+            if (best.tokens if best else 0) < length < len(prompt) and _begins_with(prompt, kept.tokens[:length]):
+                best = Match(session.name, length, at_frontier)
         return best
 
-    def _room(self, kept: Kept) -> int | None:
-        """A free entry for `kept`, for which others may have gone; None, and nothing is evicted, if none can be."""
-        nbytes, quota = kept.kv_bytes + kept.state_bytes, self._limits.quota_bytes
-        over = 0 if quota is None else self.held.by_tenant[kept.tenant] + nbytes - quota
-        free = next((number for number, entry in enumerate(self._entries) if entry is None), None)
-        now_s, going = self._clock(), []
-        for entry in sorted(self._live(State.DETACHED), key=lambda one: one.used_s):
-            needed = (over > 0 and entry.kept.tenant == kept.tenant) or (over <= 0 and free is None)
-            if not needed or entry.pinned_until_s > now_s:
-                continue
-            going.append(entry)
-            free = entry.number if free is None else free
-            over -= entry.nbytes if entry.kept.tenant == kept.tenant else 0
-        if over > 0 or free is None:
-            return None
-        for entry in going:
-            self._happen(entry, Event.EVICT)
-        self.counts["evictions"] += len(going)
-        return free
+    def _idle(self) -> Iterator[_Session]:
+        return (session for session in self._sessions.values() if session.state is not State.RUNNING)
 
-    def _happen(self, entry: _Entry, event: Event) -> None:
-        entry.state = after(entry.state, event)
-        if event is Event.ATTACHED or entry.state is State.CLOSED:
-            self._entries[entry.number] = None
-            self._account(entry.kept, -1)
-            self._release(entry.kept)
+    def _free_lane(self) -> int:
+        """A lane that nobody is on, from which whoever was there longest has gone if need be."""
+        if None not in self._lanes:
+            retained = (one for one in self._lanes if one is not None and one.state is State.RETAINED)
+            self._displace(min(retained, key=lambda one: one.used_s))
+        return self._lanes.index(None)
+
+    def _displace(self, session: _Session) -> None:
+        """A session leaves its lane: to an entry, if there is one to be had."""
+        entry = next((number for number, one in enumerate(self._entries) if one is None), None)
+        if entry is None:
+            oldest = min(self._unpinned(State.DETACHED), key=lambda one: one.used_s, default=None)
+            if oldest is not None:
+                entry = oldest.entry
+                self._evict(oldest)
+        drops = not self.layout.keeps_current
+        if entry is None or session.kept is None or (drops and not session.kept.turn_tokens):
+            self._evict(session)
+            return
+        if session.lane is not None:
+            self._lanes[session.lane] = None
+        session.lane, session.entry, self._entries[entry] = None, entry, session
+        self._happen(session, Event.DISPLACE)
+        self.counts["detaches"] += 1
+        if drops and session.kept.has_current:
+            whole = session.kept
+            self._account(whole, -1)
+            session.kept = whole.without_current()
+            self._account(session.kept, 1)
+            self._release_current(whole)
+
+    def _unpinned(self, *states: State) -> list[_Session]:
+        now_s = self._clock()
+        return [one for one in self._sessions.values() if one.state in states and one.pinned_until_s <= now_s]
+
+    def _has_room(self, kept: Kept, session: _Session) -> bool:
+        """Whether `kept` can be kept in place of what the session has; others go for it, those used longest ago first.
+
+        If it cannot, nothing goes.
+        """
+        going: list[_Session] = []
+        before = session.kept.size if session.kept is not None else Size()
+        own = kept.tenant == session.kept.tenant if session.kept is not None else True
+        size = self.held.size.plus(kept.size).plus(before, -1)
+        tenant = self.held.by_tenant[kept.tenant] + kept.size.total - (before.total if own else 0)
+        limits = self._limits
+        others = sorted(self._unpinned(State.RETAINED, State.DETACHED), key=lambda one: one.used_s)
+        for other in (*others, None):
+            over_quota = limits.quota_bytes is not None and tenant > limits.quota_bytes
+            over = limits.blocks_bytes is not None and size.blocks > limits.blocks_bytes
+            over |= limits.snapshots_bytes is not None and size.tails + size.states > limits.snapshots_bytes
+            if not (over or over_quota):
+                for one in going:
+                    self._evict(one)
+                return True
+            if other is None or other.kept is None:
+                continue
+            same = other.kept.tenant == kept.tenant
+            if over or same:
+                going.append(other)
+                size = size.plus(other.kept.size, -1)
+                tenant -= other.kept.size.total if same else 0
+        return False
+
+    def _keep(self, session: _Session, kept: Kept, lease: Lease) -> None:
+        before, session.kept, session.kept_lease = session.kept, kept, lease
+        self._account(kept, 1)
+        if before is not None:
+            self._account(before, -1)
+            self._release(before)
+
+    def _evict(self, session: _Session) -> None:
+        self.counts["evicted_sessions"] += 1
+        self._close(session, Event.CLOSE)
+
+    def _close(self, session: _Session, event: Event) -> None:
+        self._happen(session, event)
+        del self._sessions[session.name]
+        if session.lane is not None:
+            self._lanes[session.lane] = None
+        self._free_entry(session)
+        session.lease = None
+        if session.kept is not None:
+            self._account(session.kept, -1)
+            self._release(session.kept)
+
+    def _free_entry(self, session: _Session) -> None:
+        if session.entry is not None:
+            self._entries[session.entry] = None
+            session.entry = None
+
+    @staticmethod
+    def _happen(session: _Session, event: Event) -> None:
+        session.state = after(session.state, event)
 
     def _account(self, kept: Kept, sign: int) -> None:
-        self.held.kv_bytes += sign * kept.kv_bytes
-        self.held.state_bytes += sign * kept.state_bytes
-        self.held.by_tenant[kept.tenant] += sign * (kept.kv_bytes + kept.state_bytes)
+        if not 0 <= kept.turn_tokens <= len(kept.tokens):
+            raise ContractError(f"a turn of {kept.turn_tokens} tokens in a session of {len(kept.tokens)}")
+        self.held.size = self.held.size.plus(kept.size, sign)
+        self.held.by_tenant[kept.tenant] += sign * kept.size.total
         if not self.held.by_tenant[kept.tenant]:
             del self.held.by_tenant[kept.tenant]
 
-    def _give_lease(self, session: str, lane: int, pin_s: float) -> Lease:
-        self._epochs += 1
-        lease = self._leases[session] = Lease(session, lane, self._engine, self._epochs)
-        self._pins[session] = pin_s
-        return lease
 
-    def _live(self, state: State | None = None) -> Iterator[_Entry]:
-        return (entry for entry in self._entries if entry is not None and state in (None, entry.state))
+def _begins_with(prompt: Sequence[int], tokens: Tokens) -> bool:
+    """Whether a prompt begins with these tokens, every one of them equal."""
+    last = slice(max(len(tokens) - _SAMPLE_TOKENS, 0), len(tokens))
+    # Most that are not the same conversation differ where it ends; only what does not is compared as a whole.
+    if list(prompt[last]) != tokens[last].tolist():
+        return False
+    return np.array_equal(np.fromiter(prompt[: len(tokens)], np.int32, len(tokens)), tokens)

@@ -10,39 +10,31 @@ from ucmcache.errors import ContractError
 class State(Enum):
     """Where a session is."""
 
-    RUNNING = "running"  # on a lane
+    RUNNING = "running"  # a request of it is on a lane
+    RETAINED = "retained"  # its last request finished, and nobody has needed the lane since
     DETACHED = "detached"  # in an entry, for any lane
-    ATTACHING = "attaching"  # in an entry, from which a lane is being filled
-    CLOSING = "closing"  # as before, and closed meanwhile: what is read must stay until it is read
     CLOSED = "closed"
 
 
 class Event(Enum):
     """What happens to a session."""
 
-    DETACH = "detach"  # its request finished, and an entry took what it leaves
+    FINISH = "finish"  # its request left the lane, and there is something to continue from
+    END = "end"  # its request left the lane, and nothing is kept of it
+    DISPLACE = "displace"  # another session needs its lane, and an entry is free
     ATTACH = "attach"  # a prompt continues it
-    ATTACHED = "attached"  # the lane has it all
-    GIVEN_BACK = "given back"  # the prompt was aborted before the lane had it
-    FAILED = "failed"  # what the entry holds could not be read
-    EVICT = "evict"  # for another, or past its time
-    CLOSE = "close"
+    CLOSE = "close"  # by a client, for want of room, or past its time
 
 
 _TABLE: dict[tuple[State, Event], State] = {
-    (State.RUNNING, Event.DETACH): State.DETACHED,
+    (State.RUNNING, Event.FINISH): State.RETAINED,
+    (State.RUNNING, Event.END): State.CLOSED,
     (State.RUNNING, Event.CLOSE): State.CLOSED,
-    (State.DETACHED, Event.ATTACH): State.ATTACHING,
-    (State.DETACHED, Event.EVICT): State.CLOSED,
+    (State.RETAINED, Event.DISPLACE): State.DETACHED,
+    (State.RETAINED, Event.ATTACH): State.RUNNING,
+    (State.RETAINED, Event.CLOSE): State.CLOSED,
+    (State.DETACHED, Event.ATTACH): State.RUNNING,
     (State.DETACHED, Event.CLOSE): State.CLOSED,
-    (State.ATTACHING, Event.ATTACHED): State.RUNNING,
-    (State.ATTACHING, Event.GIVEN_BACK): State.DETACHED,
-    (State.ATTACHING, Event.FAILED): State.CLOSED,
-    (State.ATTACHING, Event.CLOSE): State.CLOSING,
-    (State.CLOSING, Event.ATTACHED): State.CLOSED,
-    (State.CLOSING, Event.GIVEN_BACK): State.CLOSED,
-    (State.CLOSING, Event.FAILED): State.CLOSED,
-    (State.CLOSING, Event.CLOSE): State.CLOSING,
 }
 
 
