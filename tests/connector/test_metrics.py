@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ucmcache.connector.connector import UcmCacheConnector
-from ucmcache.connector.metrics import LABELS, METRICS, Counters, UcmCacheStats
+from ucmcache.connector.metrics import GAUGES, LABELS, METRICS, Counters, UcmCacheStats
 
 
 def test_every_metric_reaches_prometheus() -> None:
@@ -18,10 +18,13 @@ def test_every_metric_reaches_prometheus() -> None:
     def counter(**options: Any) -> Counter:
         return Counter(registry=registry, **options)
 
+    def gauge(**options: Any) -> Gauge:
+        return Gauge(registry=registry, **options)
+
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = UcmCacheConnector.build_prom_metrics(
         config,
-        {Counter: counter, Gauge: Gauge, Histogram: Histogram},
+        {Counter: counter, Gauge: gauge, Histogram: Histogram},
         ["model_name", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
@@ -40,6 +43,12 @@ def test_every_metric_reaches_prometheus() -> None:
         assert 'engine="1"' in lines[0]
         assert ('="why"' in lines[0]) == (name in LABELS)
         assert name not in LABELS or f'{LABELS[name]}="why"' in lines[0]
+    for changes, now in (([5, 7], 12), ([-3], 9)):
+        for change in changes:
+            metrics.observe(dict.fromkeys(GAUGES, change), engine_idx=1)
+        text = generate_latest(registry).decode()
+        for name in GAUGES:
+            assert f'vllm:ucmcache_{name}{{engine="1",model_name="m"}} {float(now)}' in text
 
 
 def test_stats_add_up_over_ranks_and_steps_and_travel() -> None:

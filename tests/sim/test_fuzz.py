@@ -39,12 +39,20 @@ class Life:
         return [self.random.randrange(VOCAB) for _ in range(count)]
 
     def _start(self) -> SimEngine:
-        extra = {
+        extra: dict[str, Any] = {
             "host": {"blocks": self.random.choice([60_000, 400_000]), "snapshots": self.random.choice([3_000, 40_000])},
             "backend": {"url": self.folder.as_uri()},
             "retention": {"interval_tokens": self.random.choice([None, 32, 8192])},
             "promise_deadline": self.random.choice(["1ms", "2s"]),
         }
+        if self.random.random() < 0.6:
+            extra["host"]["snapshots"] = self.random.choice([30_000, 200_000])
+            extra["sessions"] = {
+                "entries": self.random.choice([1, 2, 8]),
+                "mode": self.random.choice(["keep-current", "drop-current"]),
+                "ttl": self.random.choice(["20ms", "30min"]),
+                "quota": self.random.choice([None, 20_000]),
+            }
         engine = SimEngine(
             self.groups,
             self.model,

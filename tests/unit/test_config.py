@@ -87,6 +87,7 @@ def test_defaults() -> None:
         "host": {"blocks": "2GiB", "snapshots": "1GiB"},
         "backend": None,
         "retention": {"interval_tokens": 8192},
+        "sessions": {"entries": 0, "mode": "keep-current", "ttl": "30min", "quota": None},
         "namespace": "default",
         "promise_deadline": "2s",
         "spec_modules": [],

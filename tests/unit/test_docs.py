@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ucmcache.config import load_config
-from ucmcache.connector.metrics import LABELS, METRICS
+from ucmcache.connector.metrics import GAUGES, LABELS, METRICS
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,6 +17,8 @@ def test_the_operators_page_lists_every_metric_as_it_is() -> None:
     for name, text in METRICS.items():
         label = f" by `{LABELS[name]}`" if name in LABELS else ""
         assert f"| `{name}`{label} | {text} |" in page
+    for name, text in GAUGES.items():
+        assert f"| `{name}` (now) | {text} |" in page
 
 
 def test_the_operators_page_lists_every_setting_and_its_default() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from prometheus_client import Counter as PromCounter
+from prometheus_client import Gauge as PromGauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ METRICS: dict[str, str] = {
     "fenced_writers": "Late results of a session that had gone on, or gone, which changed nothing.",
     "failures": "Failed jobs, by operation and cause.",
 }
+# What is now and not how much has been; counted as changes, so that they add up like the rest.
+GAUGES: dict[str, str] = {
+    "session_kv_bytes": "Host memory that sessions hold for blocks, whole ones and those that are full in part.",
+    "session_state_bytes": "Host memory that sessions hold for recurrent states.",
+}
 LABELS: dict[str, str] = {
     "lost_tokens": "cause",
     "failures": "cause",
@@ -65,7 +71,7 @@ class Counters:
         self._warned: set[str] = set()
 
     def add(self, name: str, amount: int, label: str = "") -> None:
-        """Add to a metric of METRICS; `label` for those in LABELS."""
+        """Add to a metric of METRICS or GAUGES; `label` for those in LABELS."""
         if amount:
             with self._lock:
                 self._counts[f"{name}/{label}" if label else name] += amount
@@ -111,7 +117,7 @@ class UcmCacheStats(KVConnectorStats):
 
 
 class UcmCachePromMetrics(KVConnectorPromMetrics):
-    """METRICS as counters on vLLM's own Prometheus endpoint."""
+    """METRICS as counters, and GAUGES, on vLLM's own Prometheus endpoint."""
 
     def __init__(
         self,
@@ -121,7 +127,7 @@ class UcmCachePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = metric_types[PromCounter]
+        counter, gauge = metric_types[PromCounter], metric_types[PromGauge]
         self._counters = {
             name: counter(
                 name=f"vllm:ucmcache_{name}",
@@ -129,6 +135,12 @@ class UcmCachePromMetrics(KVConnectorPromMetrics):
                 labelnames=[*labelnames, *([LABELS[name]] if name in LABELS else [])],
             )
             for name, text in METRICS.items()
+        }
+        self._counters |= {
+            name: gauge(
+                name=f"vllm:ucmcache_{name}", documentation=text, labelnames=labelnames, multiprocess_mode="sum"
+            )
+            for name, text in GAUGES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -255,8 +255,10 @@ class SessionSide:
         self._settling.clear()
 
     def take_counts(self) -> Mapping[str, int]:
-        """What happened since the last call."""
+        """What happened since the last call, and by how much what is held has changed."""
+        held = self.registry.held.size
         counts = Counter(self.registry.counts)
+        counts.update({"session_kv_bytes": held.blocks + held.tails, "session_state_bytes": held.states})
         new = {name: count - self._told[name] for name, count in counts.items() if count != self._told[name]}
         self._told = counts
         return new
