@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import sys
@@ -502,8 +503,10 @@ def synchronous(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Command line: scenario, JSON arguments, file for the JSON result."""
-    scenario: Callable[[dict[str, Any]], Any] = globals()[arguments[0]]
+    """Command line: scenario (of another module of this folder as module.name), JSON arguments, file for the result."""
+    module, _, name = arguments[0].rpartition(".")
+    found = vars(importlib.import_module(f"tests.e2e.{module}")) if module else globals()
+    scenario: Callable[[dict[str, Any]], Any] = found[name]
     Path(arguments[2]).write_text(json.dumps(scenario(json.loads(arguments[1]))))
 
 
