@@ -66,12 +66,18 @@ def after_a_restart(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def reference(arguments: dict[str, Any]) -> dict[str, Any]:
     """What an engine without a connector says: each whole answer, and what follows the other ends."""
-    engine = _engine(arguments, connector=False, enable_prefix_caching=False)
+    engine = _engine(arguments, connector=False)  # which splits its prefills as one with a connector does
     block = arguments["block"]
     prompts = prompts_of(block, arguments["count"])
-    answers = [engine.generate(prompt, ANSWER)["tokens"] for prompt in prompts]
+
+    def cold(prompt: list[int], count: int) -> list[int]:
+        engine.reset_local()
+        found: list[int] = engine.generate(prompt, count)["tokens"]
+        return found
+
+    answers = [cold(prompt, ANSWER) for prompt in prompts]
     others = [
-        engine.generate([*prompt, *answer[: CUTS[-2]], *other], 8)["tokens"]
+        cold([*prompt, *answer[: CUTS[-2]], *other], 8)
         for prompt, answer, other in zip(prompts, answers, others_of(block, len(prompts)), strict=True)
     ]
     return _ended(engine, {"answers": answers, "others": others})
