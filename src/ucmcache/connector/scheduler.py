@@ -344,9 +344,10 @@ class SchedulerSide:
                 unverified = len(drafts[request_id]) if request_id in drafts else 0
                 if self._keeps(tracked) and not tracked.passes(scheduled - unverified):
                     self._saving.plan_step(plan, tracked, self._prompt(tracked, 0), scheduled, unverified, state)
-                if self._sessions is not None and self._keeps(tracked):
+                sessions = self._sessions
+                if sessions is not None and sessions.concerns(tracked, scheduled) and self._keeps(tracked):
                     prompt, table = partial(self._prompt, tracked, 0), partial(state.get_block_ids, request_id)
-                    self._sessions.step(plan, tracked, prompt, scheduled, table)
+                    sessions.step(plan, tracked, prompt, scheduled, table)
             for request_id, offers in (getattr(state, "boundary_state_offloads", None) or {}).items():
                 tracked = self._requests.get(request_id)
                 if tracked is not None and self._keeps(tracked):

@@ -34,6 +34,7 @@ NULL_BLOCK = 0
 _PARAMETERS = "ucmcache"  # the key of ours in a request's kv_transfer_params
 _NAME_CHARS = 200
 _SETTLE_S = 10.0  # an engine is not kept awake for longer for the sake of a checkpoint
+_EXPIRY_S = 1.0  # between looks for sessions past their time
 _MOST_PARTS = 2  # of the host memory: what sessions may hold of it is one
 
 
@@ -104,9 +105,18 @@ class SessionSide:
         self._settling: list[Checkpoint] = []  # not held yet
         self._holders: Counter[bytes] = Counter()  # by exact prefix: checkpoints that stand for it
         self._unnamed = 0
-        self._told: Counter[str] = Counter()
+        self._told = Size()
+        self._expire_s = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def concerns(tracked: Tracked, scheduled: int) -> bool:
+        """Whether a step of `scheduled` tokens is one that `step` is to hear of: hardly any of a decode is."""
+        request = tracked.request
+        if tracked.lane is None:
+            return not tracked.is_laneless
+        return bool(request.num_computed_tokens < request.num_prompt_tokens)
 
     def step(
         self,
@@ -120,8 +130,6 @@ class SessionSide:
         request = tracked.request
         start = request.num_computed_tokens
         if tracked.lane is None:
-            if tracked.is_laneless:
-                return
             tracked.lane = self._begin(tracked)
             tracked.is_laneless = tracked.lane is None
         if tracked.lane is None or not start < request.num_prompt_tokens == start + scheduled:
@@ -212,7 +220,10 @@ class SessionSide:
 
     def plan(self, plan: StepPlan) -> None:
         """What finished requests have left, and what is whole by now."""
-        self.registry.expire()
+        now_s = self._clock()
+        if now_s >= self._expire_s:
+            self._expire_s = now_s + _EXPIRY_S
+            self.registry.expire()
         plan.saves += self._queued
         self._queued = []
         settling, self._settling = self._settling, []
@@ -256,12 +267,12 @@ class SessionSide:
 
     def take_counts(self) -> Mapping[str, int]:
         """What happened since the last call, and by how much what is held has changed."""
-        held = self.registry.held.size
-        counts = Counter(self.registry.counts)
-        counts.update({"session_kv_bytes": held.blocks + held.tails, "session_state_bytes": held.states})
-        new = {name: count - self._told[name] for name, count in counts.items() if count != self._told[name]}
-        self._told = counts
-        return new
+        counts, held = dict(self.registry.counts), self.registry.held.size
+        self.registry.counts.clear()
+        if held != self._told:
+            change, self._told = held.plus(self._told, -1), held
+            counts |= {"session_kv_bytes": change.blocks + change.tails, "session_state_bytes": change.states}
+        return counts
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
