@@ -91,7 +91,7 @@ class Talks:
             one.text = [*one.text, *said, *self.tokens(10)]
             one.turns_left -= 1
         if one.turns_left > 0 and len(one.text) < 160:
-            self.waiting.append(one)
+            self.waiting.insert(self.random.randrange(6), one)  # somebody answers soon, most of the time
         else:
             self.finished += 1
 
