@@ -40,7 +40,7 @@ METRICS: dict[str, str] = {
     "frontier_appends": "Requests that continued a session from the last token that it had computed.",
     "turn_restores": "Requests that continued a session from the end of its last prompt.",
     "full_resets": "Requests that continued no session that was kept.",
-    "attaches": "Sessions that got a lane again.",
+    "attaches": "Sessions that came back to a lane after another had theirs.",
     "detaches": "Sessions that gave their lane to another and were kept.",
     "evicted_sessions": "Sessions that were given up for another.",
     "expired_sessions": "Sessions that nobody came for within sessions.ttl.",

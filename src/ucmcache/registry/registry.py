@@ -170,8 +170,9 @@ class SessionRegistry:
         if known is None:
             known = self._sessions[session] = _Session(session)
         else:
+            was = known.state
             self._happen(known, Event.ATTACH)
-            self.counts["attaches"] += match is not None
+            self.counts["attaches"] += was is State.DETACHED
         lane = known.lane if known.lane is not None else self._free_lane()
         known.lane, self._lanes[lane] = lane, known
         known.used_s, known.pin_s = self._clock(), pin_s
