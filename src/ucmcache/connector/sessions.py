@@ -391,7 +391,7 @@ class SessionSide:
         """Let go of a checkpoint; what only it stood for leaves host memory at once."""
         if checkpoint.is_dead:
             return
-        checkpoint.is_dead = True
+        checkpoint.is_dead, checkpoint.prompt = True, None
         for key, slot in checkpoint.pins:
             self._coordinator.store_of(key).unpin(key.group, slot)
         checkpoint.pins.clear()
