@@ -1,8 +1,8 @@
 """An engine process whose steps and connector hooks are timed.
 
 `python -m serving.child FD` reads a job, then actions, as JSON lines from stdin; it writes results as JSON lines to FD.
-Jobs and actions are those of `ucmcache.demo.engine`, with `connector` to take it out and put it back; so is the start
-of every engine: warm-up, then a pause.
+Jobs and actions are those of `ucmcache.demo.engine`, with `connector` to take it out and put it back, and `sessions` to
+have it keep them or not; so is the start of every engine: warm-up, then a pause.
 """
 
 import inspect
@@ -61,6 +61,7 @@ class _TimedEngine(_Engine):
         super().__init__(job)
         self._steps: list[Step] = []
         self._tokens = 0
+        self._sessions: Any = None
         self._hooks = _Hooks()
         self._connectors = self._core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
         for connector in filter(None, self._connectors):
@@ -100,6 +101,8 @@ class _TimedEngine(_Engine):
     def act(self, action: Action) -> Result:
         if "connector" in action:
             return {"connector": self._attach(action["connector"])}
+        if "sessions" in action:
+            return {"sessions": self._keep_sessions(action["sessions"])}
         return super().act(action)
 
     def _attach(self, wanted: bool) -> Result:
@@ -111,6 +114,15 @@ class _TimedEngine(_Engine):
 
         scheduler, worker = self._connectors if wanted else (None, None)
         self._core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = scheduler, worker
+        return {"done": True}
+
+    def _keep_sessions(self, wanted: bool) -> Result:
+        """Have the settled engine keep sessions, or none, with those that it kept forgotten."""
+        side = self._core.scheduler.connector._scheduler
+        if self._sessions is None:
+            self._sessions = side._sessions
+        self._sessions.registry.reset()
+        side._sessions = self._sessions if wanted else None
         return {"done": True}
 
 

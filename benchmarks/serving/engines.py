@@ -63,6 +63,10 @@ class LiveEngine:
         """Put the connector into the engine, or take it out; between settled requests only."""
         self._must({"connector": connector})
 
+    def keep_sessions(self, wanted: bool) -> None:
+        """Have the connector keep sessions, or none; between settled requests only."""
+        self._must({"sessions": wanted})
+
     def wait_ready(self) -> None:
         """Until the engine has started."""
         if not self._ready:

@@ -50,7 +50,7 @@ class FakeDevice:
         return event
 
     def wait(self, stream: str, event: Event) -> None:
-        if self.without != f"{stream} waits for compute":
+        if self.without != (f"{stream} waits for compute" if stream != "compute" else "compute waits for save"):
             self.queues[stream].append(lambda: event.reached)
 
     def copy_out(self, stream: str, copy: UnitCopy) -> None:
@@ -100,7 +100,11 @@ def simulate(seed: int, without: str = "") -> int:
             block, slot = free_blocks.pop(rng.randrange(len(free_blocks))), free_slots.pop()
             device.write(block, 0)  # zeroing
             device.write(block, value)  # the forward
-            saves.append((transfer.save([UnitCopy(0, slot, block)]), slot, block, value))
+            # A state that the next forward overwrites: that has to wait for the copy.
+            volatile = rng.random() < 0.5
+            saves.append((transfer.save([UnitCopy(0, slot, block)], before_next=volatile), slot, block, value))
+            if volatile:
+                device.write(block, value + 1000)
         elif action < 0.8 and free_blocks and ready:
             slot = rng.choice(sorted(ready))
             held = ready.pop(slot)
@@ -133,6 +137,7 @@ def test_no_legal_interleaving_moves_wrong_bytes() -> None:
     [
         "save waits for compute",
         "load waits for compute",
+        "compute waits for save",
         "a save is done when finished",
         "a load is done when finished",
     ],

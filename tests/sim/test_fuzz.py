@@ -17,7 +17,7 @@ from ucmcache.connector.transfer import HostTransfer
 from ucmcache.errors import BackendError
 from ucmcache.store.testing import FlakyBackend
 
-EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "1000"))  # of each life; 10,000 take the better part of an hour
+EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "700"))  # of each life; 10,000 take the better part of an hour
 SEEDS = range(7)
 
 

@@ -152,7 +152,7 @@ def test_a_lease_ends_with_the_deadline(hybrid: Path, stored: dict[str, Any], ga
     """A request that nobody asks about any more (no room in the engine) does not keep host memory for ever."""
     engine = SimEngine(MIXES["all"], hybrid, {**stored, "promise_deadline": "1h"})
     side, now = engine.side, [0.0]
-    side._clock = lambda: now[0]
+    side._clock = side._staging._clock = lambda: now[0]
     gate.set()
     engine.add("one", PROMPT)
     for _ in range(200):
@@ -161,8 +161,8 @@ def test_a_lease_ends_with_the_deadline(hybrid: Path, stored: dict[str, Any], ga
             break
     assert side.coordinator.blocks.pinned_slots > 0
     now[0] = 3601.0
-    side._expire_leases()
-    assert not side._lease_ends_s
+    side._staging._expire_leases()
+    assert not side._staging._lease_ends_s
     engine.run()
     assert engine.outputs["one"] == SimEngine.expected(PROMPT, 4)
     assert_at_rest(engine)

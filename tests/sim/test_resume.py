@@ -87,7 +87,7 @@ def assert_at_rest(engine: SimEngine) -> None:
     if side._sessions is not None:
         assert side._sessions.registry.held.size.blocks <= side._config.host.blocks_bytes // 2
         side._sessions.registry.reset()
-        assert side._sessions.registry.held.size.total == 0 and not side._sessions._holders
+        assert side._sessions.registry.held.size.total == 0 and not side._sessions.checkpoints._holders
         engine.run()
     assert side.jobs_in_flight == 0
     assert engine.tokens_accounted_for()

@@ -67,7 +67,7 @@ def close_all(engine: SimEngine) -> None:
     assert side.jobs_in_flight == 0
     assert engine.tokens_accounted_for()
     assert side.coordinator.blocks.pinned_slots == side.coordinator.states.pinned_slots == 0
-    assert not side._sessions._holders
+    assert not side._sessions.checkpoints._holders
     assert engine.reset_local()
     assert engine.free_blocks() == engine.kv_cache_config.num_blocks - 1
 
@@ -205,7 +205,7 @@ def test_a_late_writer_changes_nothing(start: Start, tmp_path: Path, what: str) 
     engine = start([Group("full", 64), Group("state", 64)], extra, max_seqs=1)
     talk, prompt = Talk(engine, "paused"), prompt_of(40)
     talk.turn([9])  # starts what a worker starts with its first step
-    others = set(engine.side._sessions._holders)
+    others = set(engine.side._sessions.checkpoints._holders)
     let_go = hold_back(engine)
     engine.add("late", prompt, 4)
     while "late" not in engine.reasons:
@@ -225,7 +225,7 @@ def test_a_late_writer_changes_nothing(start: Start, tmp_path: Path, what: str) 
     engine.run()
     assert not registry.admits(lease)
     assert sorted(tmp_path.rglob("*.kv")) == files
-    assert set(engine.side._sessions._holders) <= others
+    assert set(engine.side._sessions.checkpoints._holders) <= others
     assert engine.counts.get("saved_states", 0) <= 4  # those of the first turn
     resumed, _ = talk.turn([*prompt, 1, 2])
     assert resumed == 0

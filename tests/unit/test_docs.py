@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from tests.unit.session_tables import agent_table, capacity_table, modes_table, shapes_table
 from ucmcache.config import load_config
 from ucmcache.connector.metrics import GAUGES, LABELS, METRICS
 
@@ -114,3 +115,11 @@ def test_the_readme_says_of_lookups_what_was_measured() -> None:
         f"faster than vLLM's OffloadingConnector and {goals['lookup_over_mooncake']:.0f} times faster" in readme
     )
     assert f"at least {goals['repeated_lookup_over_offloading']:.1f} times faster than the former" in readme
+
+
+def test_the_tables_of_sessions_are_those_of_the_benchmark() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "sessions.json").read_text())["rows"]
+    page, readme = (ROOT / "docs" / "sessions.md").read_text(), (ROOT / "README.md").read_text()
+    for table in (capacity_table(rows), shapes_table(rows), modes_table(rows)):
+        assert table in page
+    assert agent_table(rows) in readme

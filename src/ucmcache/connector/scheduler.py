@@ -17,20 +17,19 @@ from typing import Any
 from ucmcache.config import Config
 from ucmcache.connector.identity import RequestIdentity
 from ucmcache.connector.jobs import Job, Ledger
-from ucmcache.connector.messages import LoadJob, Phase, Setup, StageJob, StepPlan, UnitCopy, WorkerReport
+from ucmcache.connector.messages import LoadJob, Phase, Setup, StepPlan, UnitCopy, WorkerReport
 from ucmcache.connector.metrics import Counters
 from ucmcache.connector.ranks import Ranks
 from ucmcache.connector.requests import Tracked
 from ucmcache.connector.saving import NULL_BLOCK, SavePlanner
 from ucmcache.connector.sessions import SessionSide
-from ucmcache.coordinator.coordinator import Coordinator, Placed
+from ucmcache.connector.staging import Staging
+from ucmcache.coordinator.coordinator import Coordinator
 from ucmcache.coordinator.discovery import Discovery, Listing
 from ucmcache.coordinator.gate import LoadGate
 from ucmcache.coordinator.hit import Hit, Prompt
-from ucmcache.coordinator.retention import Trigger
-from ucmcache.keys import Namespace, SnapshotKey, UnitKey, engine_group, is_exact
+from ucmcache.keys import Namespace, UnitKey, engine_group
 from ucmcache.store.arena import Presence
-from ucmcache.store.record import FOR_GOOD
 
 _LEARNT_AT_ONCE = 4  # listings of some thousand ids each: a few milliseconds
 _KNOWN_PROMPTS = 4096  # whose questions are remembered
@@ -76,9 +75,7 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._ranks = ranks
         self._jobs = Ledger(clock)
-        self._wanted: dict[str, list[Placed]] = {}  # request -> units to stage in the next plan
         self._loads: list[LoadJob] = []
-        self._lease_ends_s: dict[str, float] = {}  # by request
         self._down: set[int] = set()  # ranks whose backend is left alone for a while
         self._discovery = discovery
         self._asked: OrderedDict[bytes, float] = OrderedDict()  # prompts that were asked for, and until when that holds
@@ -91,6 +88,16 @@ class SchedulerSide:
         self.counters = Counters()
         self._saving = SavePlanner(
             coordinator, self._jobs, ranks, self.counters, speculative=speculative, has_backend=has_backend
+        )
+        self._staging = Staging(
+            coordinator,
+            self._jobs,
+            ranks,
+            self.counters,
+            self._requests,
+            self._prompt,
+            config.promise_deadline_s,
+            clock,
         )
         self._sessions: SessionSide | None = None
         if config.sessions.are_kept:
@@ -120,7 +127,7 @@ class SchedulerSide:
         """The engine's block pool, whose blocks are held while they are copied."""
         self._saving.pool = pool
         if self._sessions is not None:
-            self._sessions.pool = pool
+            self._sessions.checkpoints.pool = pool
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -136,16 +143,16 @@ class SchedulerSide:
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._wanted.pop(request_id, None)
+        self._staging.forget(request_id)
         if tracked := self._requests.pop(request_id, None):
             self._lose(tracked, "aborted")
             self._coordinator.settle(tracked.claims)
-            self._end_lease(tracked)
+            self._staging.end_lease(tracked)
 
     def lookup(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be promised; None for "ask again"."""
         tracked = self._requests.get(request.request_id)
-        self._wanted.pop(request.request_id, None)
+        self._staging.forget(request.request_id)
         if tracked is not None:
             self._lose(tracked, "preempted")
             tracked.hit = None
@@ -173,7 +180,7 @@ class SchedulerSide:
                 tracked.asked_s = self._clock()
             if self._clock() - tracked.asked_s < self._config.promise_deadline_s:
                 if hit.pending:
-                    self._wanted[request.request_id] = self._coordinator.needed(prompt, hit.reachable_tokens)
+                    self._staging.want(request.request_id, self._coordinator.needed(prompt, hit.reachable_tokens))
                 return None
             tracked.impatient = True
             self.counters.add("late_lookups", 1)
@@ -242,7 +249,7 @@ class SchedulerSide:
         if external_tokens:
             self._plan_load(tracked, block_ids, resume, external_tokens)
             self._touch(tracked, resume)
-        self._end_lease(tracked)
+        self._staging.end_lease(tracked)
 
     def _plan_load(
         self, tracked: Tracked, block_ids: Sequence[Sequence[int]], resume: int, external_tokens: int
@@ -325,9 +332,7 @@ class SchedulerSide:
         self._measure(output)
         for failed in self._jobs.take_overs():
             self._saving.plan_again(plan, failed)
-        self._expire_leases()
-        for request_id in list(self._wanted):
-            self._plan_stages(plan, request_id, self._wanted.pop(request_id))
+        self._staging.plan(plan)
         if self._sessions is not None:
             for request_id in getattr(output, "preempted_req_ids", None) or ():
                 if tracked := self._requests.get(request_id):
@@ -368,55 +373,6 @@ class SchedulerSide:
             self._gate.computed(tokens, now_s - max(began_s, self._step_done_s))
             self._step_done_s = now_s
 
-    def _plan_stages(self, plan: StepPlan, request_id: str, units: Iterable[Placed]) -> None:
-        # States first: their blocks are needed from then on, and do not push each other out.
-        for key, _ in sorted(units, key=lambda placed: not isinstance(placed.key, SnapshotKey)):
-            store = self._coordinator.store_of(key)
-            self._lease(request_id, key)
-            if store.presence(key.group, [key.prefix])[0] != Presence.STORED:
-                continue
-            slots = store.reserve([key])
-            if slots is None:
-                # Waiting would not help: what fills the host memory is in use.
-                self.counters.add("refused_units", 1)
-                if tracked := self._requests.get(request_id):
-                    tracked.impatient = True
-                return
-            # What one rank finds missing or spoilt, another would, too: nobody stands in.
-            holders = tuple(ranks[:1] for ranks in self._ranks.holders(store.spread(key.group), slots[0]))
-            job = self._jobs.start([(key, slots[0])], (Phase.STAGED,), holders, request_id=request_id)
-            if tracked := self._requests.get(request_id):
-                tracked.staging += 1
-                if isinstance(key, SnapshotKey) and not is_exact(key.group):
-                    # Why it was kept is not known any more; that somebody wants it is.
-                    self._coordinator.keep(self._prompt(tracked, 0), key.depth_tokens, Trigger.PROMPT_END)
-            plan.stages.append(StageJob(job, key, slots[0], self._ranks.doing(holders)))
-
-    def _lease(self, request_id: str, key: UnitKey) -> None:
-        """Keep a unit that a request waits with, until it is admitted or its patience ends.
-
-        Else two requests that wait for the backend could push out each other's units for ever.
-        """
-        tracked = self._requests.get(request_id)
-        store = self._coordinator.store_of(key)
-        slot = store.slot(key)
-        if tracked is None or slot is None or key in tracked.lease:
-            return
-        store.pin(key.group, slot)
-        tracked.lease[key] = slot
-        self._lease_ends_s.setdefault(request_id, self._clock() + self._config.promise_deadline_s)
-
-    def _end_lease(self, tracked: Tracked) -> None:
-        self._lease_ends_s.pop(tracked.request.request_id, None)
-        for key, slot in tracked.lease.items():
-            self._coordinator.store_of(key).unpin(key.group, slot)
-        tracked.lease.clear()
-
-    def _expire_leases(self) -> None:
-        now = self._clock()
-        for request_id in [name for name, end_s in self._lease_ends_s.items() if end_s <= now]:
-            self._end_lease(self._requests[request_id])
-
     def _keeps(self, tracked: Tracked) -> bool:
         return not tracked.identity.bypass and tracked.epoch == self._jobs.epoch
 
@@ -444,9 +400,9 @@ class SchedulerSide:
             if phase is Phase.LOADED:
                 self._load_ended(job, cause)
             elif phase is Phase.STAGED:
-                self._stage_ended(job, cause)
+                self._staging.ended(job, cause)
             elif job.checkpoint is not None and self._sessions is not None:
-                self._sessions.copied(job, cause)
+                self._sessions.checkpoints.copied(job, cause)
             else:
                 self._saving.ended(job, phase, cause)
 
@@ -459,25 +415,6 @@ class SchedulerSide:
             tracked.loaded_tokens = 0 if cause else job.tokens
             if cause:
                 self._lose(tracked, "failed")
-
-    def _stage_ended(self, job: Job, cause: str) -> None:
-        tracked = self._requests.get(job.request_id)
-        if tracked is not None:
-            tracked.staging = max(tracked.staging - 1, 0)
-        for key, slot in job.units:
-            store = self._coordinator.store_of(key)
-            if cause:
-                store.abort(key, slot, "failed")
-                if cause not in FOR_GOOD:
-                    # It may be had later; this request computes rather than to try again and again.
-                    if tracked is not None:
-                        tracked.impatient = True
-                elif job.epoch == self._jobs.epoch:
-                    store.set_stored(key, False)  # not asked for again until somebody stores it anew
-            else:
-                store.commit(key.group, slot)
-                store.touch(key.group, slot)
-                self._lease(job.request_id, key)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
@@ -495,10 +432,10 @@ class SchedulerSide:
         identity of its own: what the backend holds stays right for the weights that it was computed with.
         """
         self._ended(self._jobs.reset())
-        self._wanted.clear()
+        self._staging.clear()
         for tracked in self._requests.values():
             tracked.claims.clear()
-            self._end_lease(tracked)
+            self._staging.end_lease(tracked)
             if self._sessions is not None:
                 self._sessions.abandon(tracked)
         if self._sessions is not None:

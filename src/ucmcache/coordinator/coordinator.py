@@ -9,9 +9,9 @@ import numpy as np
 
 from ucmcache.coordinator.binding import BoundRow
 from ucmcache.coordinator.directory import CheckpointDirectory
-from ucmcache.coordinator.exact import Positions
 from ucmcache.coordinator.hit import Hit, Prompt, grid_tokens, resolve_hit
 from ucmcache.coordinator.joint import Claims, JointEviction
+from ucmcache.coordinator.positions import Positions
 from ucmcache.coordinator.retention import Retention, Trigger
 from ucmcache.coordinator.spec import Kind
 from ucmcache.keys import BlockKey, SnapshotKey, UnitKey, engine_group, exact_group

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from itertools import compress, repeat
 
 import numpy as np
@@ -161,6 +162,14 @@ class UnitStore:
     def unpin(self, group: int, slot: int) -> None:
         """Release one pin."""
         self._arena_of[group].unpin(slot)
+
+    def hold(self, group: int, prefixes: Iterable[bytes]) -> list[int]:
+        """Pin those of these prefixes' units that are READY; their slots."""
+        arena = self._arena_of[group]
+        slots = [slot for slot in map(partial(arena.slot, group), prefixes) if slot is not None]
+        for slot in slots:
+            arena.pin(slot)
+        return slots
 
     def touch(self, group: int, slot: int) -> None:
         """A slot's content was used."""

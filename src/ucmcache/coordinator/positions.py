@@ -7,8 +7,10 @@ ordinary ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -79,6 +81,38 @@ class Positions:
             if position_tokens % row.block_tokens
         ]
         return [(SnapshotKey(exact_group(group), prefix, position_tokens, parent), column) for group, column in columns]
+
+    def columns(self, position_tokens: int) -> dict[int, range]:
+        """The whole blocks of every chain row that a resume at the position takes, by column."""
+        at = np.array([position_tokens])
+        return {
+            row.group: range(int(row.first_needed(at)[0]) // row.block_tokens, position_tokens // row.block_tokens)
+            for row in self._chains
+        }
+
+    def whole_blocks(self, prompt: Prompt, position_tokens: int) -> dict[int, Sequence[bytes]]:
+        """The prefixes of these blocks."""
+        size = {row.group: row.block_tokens for row in self._chains}
+        return {
+            group: prompt.prefixes(columns.start * size[group], columns.stop * size[group], size[group])
+            for group, columns in self.columns(position_tokens).items()
+        }
+
+    def units_at(self, positions_tokens: Sequence[int]) -> Counter[int]:
+        """How many units of each group resumes at one or two positions of a prompt take together."""
+        units: Counter[int] = Counter()
+        for columns in map(self.columns, positions_tokens):
+            for group, needed in columns.items():
+                units[group] += len(needed)
+        for one, other in combinations(map(self.columns, positions_tokens), 2):
+            for group in one:
+                shared = range(max(one[group].start, other[group].start), min(one[group].stop, other[group].stop))
+                units[group] -= len(shared)
+        for position in set(positions_tokens):
+            on_grid = self.on_grid(position)
+            for row in (*self._snapshots, *(row for row in self._chains if position % row.block_tokens)):
+                units[row.group if on_grid else exact_group(row.group)] += 1
+        return units
 
     def presence(self, prompt: Prompt, position_tokens: int, prefix: bytes) -> Presence:
         """How near everything is that a resume at the position takes beyond what is local."""
