@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -29,8 +30,20 @@ def tokens(values: list[int]) -> Tokens:
     return np.array(values, dtype=np.int32)
 
 
-def kept_of(values: list[int], turn: int, salt: bytes = b"", tenant: str = "x", size: int = 1) -> Kept:
-    return Kept(tokens(values), turn, salt, tenant, Size(3 * size, size, size), Size(2 * size, size, 0), object())
+def prefix_of(values: list[int], image: int = 0) -> bytes:
+    """What stands for tokens, of which the first may be a picture."""
+    return bytes([image, *values])
+
+
+def prefix_at(prompt: list[int], image: int = 0) -> Callable[[int], bytes]:
+    return lambda position: prefix_of(prompt[:position], image)
+
+
+def kept_of(values: list[int], turn: int, salt: bytes = b"", tenant: str = "x", size: int = 1, image: int = 0) -> Kept:
+    sizes = Size(3 * size, size, size), Size(2 * size, size, 0)
+    return Kept(
+        tokens(values), turn, salt, prefix_of(values, image), prefix_of(values[:turn], image), tenant, *sizes, object()
+    )
 
 
 class Sessions(RuleBasedStateMachine):
@@ -63,8 +76,8 @@ class Sessions(RuleBasedStateMachine):
     def known(self, *states: State) -> list[str]:
         return [name for name in SESSIONS if self.registry.state(name) in states]
 
-    @rule(prompt=token_lists, salt=st.sampled_from(SALTS))
-    def a_prompt_continues_the_longest_of_the_first_pass(self, prompt: list[int], salt: bytes) -> None:
+    @rule(prompt=token_lists, salt=st.sampled_from(SALTS), image=st.integers(0, 1))
+    def a_prompt_continues_the_longest_of_the_first_pass(self, prompt: list[int], salt: bytes, image: int) -> None:
         expected: Match | None = None
         for at_frontier in (True, False):
             found = []
@@ -74,6 +87,8 @@ class Sessions(RuleBasedStateMachine):
                     continue
                 own = kept.tokens.tolist()
                 own = own if at_frontier else own[: kept.turn_tokens]
+                if kept.prefix[0] != image:
+                    continue
                 if (
                     own
                     and len(own) < len(prompt)
@@ -83,7 +98,7 @@ class Sessions(RuleBasedStateMachine):
                     found.append(Match(name, len(own), at_frontier))
             if found and expected is None:
                 expected = next(one for one in found if one.tokens == max(other.tokens for other in found))
-        assert self.registry.match(prompt, salt) == expected
+        assert self.registry.match(prompt, salt, prefix_at(prompt, image)) == expected
 
     @rule(name=st.sampled_from(SESSIONS), pin_s=st.sampled_from([0.0, 0.0, 150.0]), continues=st.booleans())
     def begin(self, name: str, pin_s: float, continues: bool) -> None:
@@ -104,11 +119,12 @@ class Sessions(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
         tenant=st.sampled_from(TENANTS),
         size=st.integers(1, 12),
+        image=st.integers(0, 1),
     )
-    def finish(self, data: st.DataObject, values: list[int], salt: bytes, tenant: str, size: int) -> None:
+    def finish(self, data: st.DataObject, values: list[int], salt: bytes, tenant: str, size: int, image: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         turn = data.draw(st.integers(0, len(values)))
-        kept = kept_of(values, turn, salt, tenant, size)
+        kept = kept_of(values, turn, salt, tenant, size, image)
         lease = self.running.pop(name)
         self.given.append(kept.hold)
         taken = self.registry.finish(lease, kept)
@@ -212,7 +228,7 @@ def test_abab_on_one_lane(entries: int, fourth: int, mode: Mode) -> None:
     found = []
     for name in ("a", "b", "a", "b"):
         prompt = [*turns[name], 3]
-        match = registry.match(prompt, b"")
+        match = registry.match(prompt, b"", prefix_at(prompt))
         found.append(match.tokens if match else 0)
         lease = registry.begin(name, match)
         assert lease is not None
@@ -227,10 +243,10 @@ def test_a_longer_turn_does_not_beat_a_frontier() -> None:
     for name, kept in (("short", kept_of([1, 2], 1)), ("long", kept_of([1, 2, 3, 9], 3))):
         lease = registry.begin(name)
         assert lease is not None and registry.finish(lease, kept)
-    assert registry.match([1, 2, 3, 4], b"") == Match("short", 2, True)
-    assert registry.match([1, 2, 3, 9, 4], b"") == Match("long", 4, True)
-    assert registry.match([1, 2, 3, 9, 4], b"other") is None
-    assert registry.match([1, 2], b"") == Match("short", 1, False)  # one token is left to compute
+    assert registry.match([1, 2, 3, 4], b"", prefix_at([1, 2, 3, 4])) == Match("short", 2, True)
+    assert registry.match([1, 2, 3, 9, 4], b"", prefix_at([1, 2, 3, 9, 4])) == Match("long", 4, True)
+    assert registry.match([1, 2, 3, 9, 4], b"other", prefix_at([1, 2, 3, 9, 4])) is None
+    assert registry.match([1, 2], b"", prefix_at([1, 2])) == Match("short", 1, False)  # one token is left to compute
 
 
 def test_what_is_being_continued_stays_until_it_is_replaced() -> None:
@@ -240,7 +256,7 @@ def test_what_is_being_continued_stays_until_it_is_replaced() -> None:
     for name, kept in (("a", first), ("side", kept_of([7], 1))):
         lease = registry.begin(name)
         assert lease is not None and registry.finish(lease, kept)
-    lease = registry.begin("a", registry.match([1, 2, 5], b""))
+    lease = registry.begin("a", registry.match([1, 2, 5], b"", prefix_at([1, 2, 5])))
     assert lease is not None and [one.tokens.tolist() for one in released] == [[7]]  # nowhere to go
     assert registry.begin("a") is None and registry.begin("b") is None  # one request a session, one a lane
     assert registry.finish(lease, second) and released[-1] is first

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -105,19 +106,33 @@ def write_adapter(folder: Path, content: bytes) -> None:
         os.utime(path, ns=(10**18, 10**18))
 
 
-@pytest.fixture(params=list(TIERS))
-def bench(request: pytest.FixtureRequest, hybrid: Path, plain: Path, tmp_path: Path) -> Iterator[Bench]:
-    """An engine with room for images, once without and once with recurrent states."""
+def open_bench(model: Path, folder: Path, groups: Sequence[Group], extra: Mapping[str, Any]) -> Bench:
+    """An engine with room for images, and two adapters."""
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
     for name in ("a", "b"):
-        write_adapter(tmp_path / name, name.encode())
-    model = hybrid if request.param == "states" else plain
-    engine = SimEngine(TIERS[request.param], model, HOST, max_step_tokens=8)
+        write_adapter(folder / name, name.encode())
+    engine = SimEngine(groups, model, extra, max_step_tokens=8)
     engine.scheduler.max_num_encoder_input_tokens = 1 << 20
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
-    yield Bench(engine, tmp_path)
-    engine.close()
+    return Bench(engine, folder)
+
+
+@pytest.fixture(params=list(TIERS))
+def bench(request: pytest.FixtureRequest, hybrid: Path, plain: Path, tmp_path: Path) -> Iterator[Bench]:
+    """Once without and once with recurrent states."""
+    opened = open_bench(hybrid if request.param == "states" else plain, tmp_path, TIERS[request.param], HOST)
+    yield opened
+    opened.engine.close()
+
+
+@pytest.fixture
+def talks(hybrid: Path, tmp_path: Path) -> Iterator[Bench]:
+    """With sessions, and blocks that no prompt fills: what sets them apart is all in the tail."""
+    groups = [Group("full", 64), Group("state", 64)]
+    opened = open_bench(hybrid, tmp_path, groups, {**HOST, "sessions": {"entries": 8}})
+    yield opened
+    opened.engine.close()
 
 
 BASE = Asked()
@@ -164,6 +179,26 @@ def test_equal_requests_share_all(bench: Bench, what: str) -> None:
     one, other = EQUAL[what]
     assert bench.ask(one).adopted_tokens == 0
     assert bench.ask(other) == Seen(RESUMABLE_TOKENS, 0, 0)
+
+
+def further(asked: Asked) -> Asked:
+    """The next turn of a conversation, whose template wrote the answer anew."""
+    return replace(asked, tokens=(*asked.tokens, 7, 8))
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_conversations_that_differ_share_nothing(talks: Bench, what: str) -> None:
+    one, other = CHANGES[what]
+    assert talks.ask(one).adopted_tokens == 0
+    assert talks.ask(further(other)).adopted_tokens == 0
+    assert talks.ask(further(one)).adopted_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("what", list(EQUAL))
+def test_equal_conversations_go_on(talks: Bench, what: str) -> None:
+    one, other = EQUAL[what]
+    assert talks.ask(one).adopted_tokens == 0
+    assert talks.ask(further(other)).adopted_tokens == len(PROMPT)
 
 
 def test_what_comes_before_a_difference_is_shared(bench: Bench) -> None:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class SessionSide:
         has_backend: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._coordinator = coordinator
         self._jobs = jobs
         self._counters = counters
         self._clock = clock
@@ -103,7 +105,7 @@ class SessionSide:
         request = tracked.request
         start = request.num_computed_tokens
         if tracked.lane is None:
-            tracked.lane = self._begin(tracked)
+            tracked.lane = self._begin(tracked, prompt())
             tracked.is_laneless = tracked.lane is None
         if tracked.lane is None or not start < request.num_prompt_tokens == start + scheduled:
             return
@@ -150,6 +152,8 @@ class SessionSide:
                 tokens,
                 min(turn_tokens, len(tokens)),
                 _isolation(request),
+                frontier.prefix if frontier is not None else turn.prefix if turn is not None else b"",
+                turn.prefix if turn is not None else b"",
                 getattr(request, "cache_salt", None) or "",
                 self.checkpoints.size(positions),
                 turn_size,
@@ -158,11 +162,12 @@ class SessionSide:
             ),
         )
 
-    def _begin(self, tracked: Tracked) -> Lease | None:
+    def _begin(self, tracked: Tracked, prompt: Prompt) -> Lease | None:
         request = tracked.request
         isolation = _isolation(request)
         name, pin_s = self._named(request)
-        match = self.registry.match(request.all_token_ids, isolation)
+        prefix_at = partial(self._coordinator.positions.prefix, prompt)
+        match = self.registry.match(request.all_token_ids, isolation, prefix_at)
         if name is not None:
             name = f"{isolation.hex()}/{name}"
             match = match if match is not None and match.session == name else None

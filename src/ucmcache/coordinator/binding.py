@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -124,10 +124,17 @@ def _kept_alike(one: SpecRow, other: SpecRow) -> bool:
 def _wrong_reach(facts: GroupFacts, row: SpecRow) -> str:
     if row.reach is None:
         return ""
-    # The ends of the first blocks, and positions beyond any window.
-    p = np.array([*range(64), *(1 << power for power in range(6, 33))], dtype=np.int64) * facts.block_tokens
+    # The ends of the first blocks, positions beyond any window, and then such as only sessions resume at.
+    ends = np.array([*range(64), *(1 << power for power in range(6, 33))], dtype=np.int64) * facts.block_tokens
+    for p in (ends, np.union1d(ends, ends + 1)):
+        if wrong := _wrong_at(facts, row, row.reach, p):
+            return wrong
+    return ""
+
+
+def _wrong_at(facts: GroupFacts, row: SpecRow, reach: Callable[[Tokens, Mapping[str, int]], Tokens], p: Tokens) -> str:
     try:
-        first = row.reach(p, _figures(facts, row))
+        first = reach(p, _figures(facts, row))
     except Exception as error:  # another package's code
         return (
             f"): its row's reach fails ({type(error).__name__}: {error}); correct reach, or the figures that it reads"

@@ -58,6 +58,8 @@ class Kept:
     tokens: Tokens  # all that it stands for; without a frontier those of the turn
     turn_tokens: int
     isolation: bytes  # whatever else must be equal: LoRA, salt
+    prefix: bytes  # what stands for all of it, content that tokens do not tell (images) among it
+    turn_prefix: bytes  # and for it up to the end of the last turn
     tenant: str
     size: Size
     turn_size: Size  # of it, what stays without the frontier
@@ -66,7 +68,13 @@ class Kept:
 
     def without_current(self) -> Kept:
         """What stays when the state at the frontier goes."""
-        return replace(self, tokens=self.tokens[: self.turn_tokens], size=self.turn_size, has_current=False)
+        return replace(
+            self,
+            tokens=self.tokens[: self.turn_tokens],
+            prefix=self.turn_prefix,
+            size=self.turn_size,
+            has_current=False,
+        )
 
 
 class Match(NamedTuple):
@@ -149,13 +157,14 @@ class SessionRegistry:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def match(self, prompt: Sequence[int], isolation: bytes) -> Match | None:
+    def match(self, prompt: Sequence[int], isolation: bytes, prefix_at: Callable[[int], bytes]) -> Match | None:
         """The session that a prompt continues, at most up to the token before its last; None if there is none.
 
+        `prefix_at` tells what stands for the prompt up to a position; it is asked where the tokens are equal.
         In two passes (requirements G4): sessions whose every token the prompt continues come first, the longest of
         them; only then those that it continues from the end of their last turn. A running one is none of them.
         """
-        return self._longest(prompt, isolation, at_frontier=True) or self._longest(prompt, isolation, at_frontier=False)
+        return self._longest(prompt, isolation, prefix_at, True) or self._longest(prompt, isolation, prefix_at, False)
 
     def begin(self, session: str, match: Match | None = None, pin_s: float = 0.0) -> Lease | None:
         """A request of a session is on a lane from now on; None if there is no lane left, or it has a request already.
@@ -241,7 +250,9 @@ class SessionRegistry:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _longest(self, prompt: Sequence[int], isolation: bytes, at_frontier: bool) -> Match | None:
+    def _longest(
+        self, prompt: Sequence[int], isolation: bytes, prefix_at: Callable[[int], bytes], at_frontier: bool
+    ) -> Match | None:
         best: Match | None = None
         for session in self._idle():
             kept = session.kept
@@ -249,7 +260,10 @@ class SessionRegistry:
                 continue
             length = len(kept.tokens) if at_frontier else kept.turn_tokens
             # Strictly longer wins; what is as long as the best needs no look at its tokens.
-            if (best.tokens if best else 0) < length < len(prompt) and _begins_with(prompt, kept.tokens[:length]):
+            longer = (best.tokens if best else 0) < length < len(prompt)
+            if not longer or not _begins_with(prompt, kept.tokens[:length]):
+                continue
+            if prefix_at(length) == (kept.prefix if at_frontier else kept.turn_prefix):
                 best = Match(session.name, length, at_frontier)
         return best
 
