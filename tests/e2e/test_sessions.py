@@ -54,3 +54,35 @@ def test_conversations_go_on_at_the_very_token(shape: str, checkpoint: Callable[
     assert counts["detaches"] > 0 and told["held"] > 0
     assert told["pinned"] == told["lost_blocks"] == 0
     assert not [name for name in counts if name.startswith("failures")]
+
+
+def test_both_modes_say_the_same(checkpoint: Callable[[str], Path]) -> None:
+    """On a model whose numbers do not depend on how a prompt is split; what was dropped is computed again."""
+    arguments: dict[str, Any] = {
+        "model": str(checkpoint("gemma3")),
+        "count": COUNT,
+        "block": BLOCKS["gemma3"],
+        "options": {"max_num_batched_tokens": 1024, "max_num_seqs": 1},
+    }
+    arguments["answers"] = run("talks.reference", arguments)["answers"]
+    told = {
+        mode: run("talks.talks", {**arguments, "extra": {"sessions": {"entries": 3 * COUNT, "mode": mode}}})
+        for mode in ("keep-current", "drop-current")
+    }
+    for keep, drop in zip(told["keep-current"]["rows"], told["drop-current"]["rows"], strict=True):
+        assert (
+            keep["tokens"]
+            == drop["tokens"]
+            == arguments["answers"][keep["talk"]][keep["begin"] :][: len(keep["tokens"])]
+        )
+        if not keep["begin"]:
+            continue
+        frontier = keep["text"] - 1
+        boundary = keep["text"] - keep["begin"] + max(cut for cut in (0, *CUTS) if cut < keep["begin"])
+        block = frontier // BLOCKS["gemma3"] * BLOCKS["gemma3"]
+        assert keep["external"] == frontier
+        # The lane that was used last has both still; a whole block beyond the boundary is had, too.
+        assert drop["external"] in (frontier, max(boundary, block))
+    assert any(row["external"] < row["text"] - 1 for row in told["drop-current"]["rows"] if row["begin"])
+    restores = [[row["tokens"] for row in one["restores"]] for one in told.values()]
+    assert restores[0] == restores[1]
