@@ -14,7 +14,7 @@ from tests.e2e.talks import ANSWER, CUTS
 
 pytestmark = pytest.mark.e2e
 
-COUNT = int(os.environ.get("UCMCACHE_TALKS", "5"))  # of each model; 17 make it fifty
+COUNT = int(os.environ.get("UCMCACHE_TALKS", "3"))  # of each model; 17 make it fifty
 BLOCKS = {"llama": 128, "gemma3": 128, "qwen3-next": 384}
 
 

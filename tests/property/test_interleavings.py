@@ -413,7 +413,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=2250, deadline=None)

@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn) -> tuple[Prompt, list[BoundRow], Given]:
     return p, rows, given_
 
 
-@settings(max_examples=16_000, deadline=None)
+@settings(max_examples=8_000, deadline=None)
 @given(cases())
 def test_equals_the_oracle(case: tuple[Prompt, list[BoundRow], Given]) -> None:
     p, rows, given_ = case

@@ -224,6 +224,7 @@ def test_a_late_writer_changes_nothing(start: Start, tmp_path: Path, what: str) 
     let_go()
     engine.run()
     assert not registry.admits(lease)
+    assert engine.counts["fenced_writers"] >= 4  # a state and a partial block, at the prompt's end and at the frontier
     assert sorted(tmp_path.rglob("*.kv")) == files
     assert set(engine.side._sessions.checkpoints._holders) <= others
     assert engine.counts.get("saved_states", 0) <= 4  # those of the first turn
@@ -270,15 +271,14 @@ def test_a_session_that_nobody_comes_for_is_let_go(start: Start) -> None:
 
 def test_a_client_s_mistake_costs_it_the_name_only(start: Start) -> None:
     engine = start(EDGES)
-    for number, parameters in enumerate(
-        [{"session": 7}, {"session": "x" * 500}, {"session": "a", "pin": "soon"}, "no"]
-    ):
+    wrong: list[Any] = [{"session": 7}, {"session": "x" * 500}, {"session": "a", "pin": "soon"}, "no"]
+    for number, parameters in enumerate([*({"ucmcache": one} for one in wrong), ["not", "an object"]]):
         prompt = prompt_of(20, seed=number)
         engine.add(f"bad {number}", prompt, 3)
-        engine.requests[f"bad {number}"].kv_transfer_params = {"ucmcache": parameters}
+        engine.requests[f"bad {number}"].kv_transfer_params = parameters
         engine.run()
         assert engine.outputs[f"bad {number}"] == SimEngine.expected(prompt, 3)
-    assert engine.counts["failures/session:parameters"] == 4
+    assert engine.counts["failures/session:parameters"] == 5
     close_all(engine)
 
 

@@ -203,7 +203,7 @@ class Checkpoints:
         checkpoint: Checkpoint = job.checkpoint
         self.pool.free_blocks(job.blocks)
         checkpoint.copying -= 1
-        current = not checkpoint.is_dead and job.epoch == self._jobs.epoch and self._admits(checkpoint.lease)
+        current = self._admits(checkpoint.lease) and not checkpoint.is_dead and job.epoch == self._jobs.epoch
         for key, slot in job.units:
             store = self._coordinator.store_of(key)
             store.unpin(key.group, slot)

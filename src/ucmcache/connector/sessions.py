@@ -181,10 +181,13 @@ class SessionSide:
 
     def _named(self, request: Any) -> tuple[str | None, float]:
         """The session that a client names, if it does, and for how long its next checkpoint is wanted."""
-        parameters = (getattr(request, "kv_transfer_params", None) or {}).get(_PARAMETERS)
-        if parameters is None:
+        asked = getattr(request, "kv_transfer_params", None)
+        if not asked:
             return None, 0.0
         try:
+            parameters = asked.get(_PARAMETERS)
+            if parameters is None:
+                return None, 0.0
             name, pin = parameters.get("session"), parameters.get("pin")
             if name is not None and not (isinstance(name, str) and 0 < len(name) <= _NAME_CHARS):
                 raise ValueError(f"session is {name!r:.80}; accepted is a text of 1 to {_NAME_CHARS} characters")

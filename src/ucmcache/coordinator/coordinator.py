@@ -128,8 +128,6 @@ class Coordinator:
     def needed(self, prompt: Prompt, resume_tokens: int) -> list[Placed]:
         """Every unit that a resume at `resume_tokens` needs beyond `prompt.local_tokens`."""
         units: list[Placed] = []
-        prefix = self.positions.prefix(prompt, resume_tokens)
-        units += [Placed(*one) for one in self.positions.keys(prompt, resume_tokens, prefix)]
         for row in self.rows:
             if row.kind is not Kind.CHAIN:
                 continue
@@ -137,7 +135,8 @@ class Coordinator:
             start = int(row.first_needed(np.array([resume_tokens]))[0]) // size
             columns = range(max(start, prompt.local_tokens // size), resume_tokens // size)
             units += [Placed(self._block_key(prompt, row, column), column) for column in columns]
-        return units
+        prefix = self.positions.prefix(prompt, resume_tokens)
+        return units + [Placed(*one) for one in self.positions.keys(prompt, resume_tokens, prefix)]
 
     def missing_blocks(
         self, prompt: Prompt, row: BoundRow, first_column: int, computed_tokens: int
