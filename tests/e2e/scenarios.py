@@ -175,8 +175,8 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
     promises: list[tuple[int, int]] = []
     lookup = SchedulerSide.lookup
 
-    def watched_save(transfer: HostTransfer, copies: Any) -> Any:
-        ticket = save(transfer, copies)
+    def watched_save(transfer: HostTransfer, copies: Any, *rest: Any) -> Any:
+        ticket = save(transfer, copies, *rest)
         for copy in copies:
             saved[copy.group, copy.slot] = transfer._slots[copy.group].row(copy.slot).tobytes()
         return ticket
