@@ -16,9 +16,9 @@ demo: venv ## Restart an engine and see what the restart cost
 	.venv/bin/ucmcache demo $(ARGS)
 
 test: venv ## Run the tests, some of them on a real vLLM engine
-	@# Engines one after the other: two at once would wait for each other's cores. ARGS may select none of either.
+	@# What needs no engine first, since it fails sooner. ARGS may select none of either.
 	.venv/bin/python -m pytest -n 2 -m "not e2e" $(ARGS) || { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
-	.venv/bin/python -m pytest -m e2e $(ARGS) || { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
+	.venv/bin/python -m pytest -n 2 -m e2e $(ARGS) || { [ $$? -eq 5 ] && $(if $(ARGS),true,false); }
 
 lint: venv ## Check style and types
 	.venv/bin/python -m ruff check .

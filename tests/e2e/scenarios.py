@@ -211,9 +211,15 @@ def mla(arguments: dict[str, Any]) -> dict[str, Any]:
         for generated in range(block - 5, 2 * block + 5):
             engine.poison_free()
             prompt = [*tokens(start, seed=start), *answer[:generated]]
-            one = engine.generate(prompt, 20)
             # Only a hit of n-1 goes on as the engine did; a prefill from token 0 is its own run.
-            rows.append({"prompt": len(prompt), "expected": answer[generated:][:20], **one})
+            count = 20 if len(prompt) % block == 1 else 1
+            rows.append(
+                {
+                    "prompt": len(prompt),
+                    "expected": answer[generated:][:count],
+                    **engine.generate(prompt, count),
+                }
+            )
     engine.poison_free()
     # Two prompts that share the first blocks of what is kept, with other suffixes: never a hit within.
     shared = [*tokens(160, seed=160), *answers["160"][: block + 3]]
