@@ -10,6 +10,7 @@ Rows = Sequence[Mapping[str, Any]]
 # What the article measured: turn 2 and the side request again, by entries; what a turn resumed at, by shape; by mode.
 S2_CAPACITY = [("0", "0"), ("961", "0"), ("957", "0"), ("957", "311"), ("957", "311")]
 S2_SHAPES = {"D1": "1,035", "D2": "1,032", "D2'": "1,037", "T1": "980", "T5": "979"}
+MODELS = {"demo": "Qwen3-Next", "gemma3": "Gemma-3"}
 S2_MODES = {"G1": "979 / 979", "G2": "1,035 / 979", "G3": "1,030 / 979", "G4": "1,035 / 1,035"}
 
 
@@ -54,12 +55,13 @@ def shapes_table(rows: Rows) -> str:
 
 def modes_table(rows: Rows) -> str:
     """Keep-current beside drop-current."""
-    heads = ("shape", "prompt", "resumed, keep / drop", "TTFT, keep / drop", "text equals its control's, keep / drop")
+    heads = ("shape", "model", "prompt", "resumed, keep / drop", "TTFT, keep / drop")
     return _table(
-        (*heads, "same text", "article: keep / drop"),
+        (*heads, "text equals its control's, keep / drop", "same text", "article: keep / drop"),
         [
             (
                 row["shape"],
+                MODELS[row["model"]],
                 f"{row['prompt']:,}",
                 f"{row['keep']:,} / {row['drop']:,}",
                 f"{row['keep_ttft_s'] * 1000:.0f} / {row['drop_ttft_s'] * 1000:.0f} ms",
