@@ -15,7 +15,10 @@ from tests.e2e.talks import ANSWER, CUTS
 pytestmark = pytest.mark.e2e
 
 COUNT = int(os.environ.get("UCMCACHE_TALKS", "3"))  # of each model; 17 make it fifty
-BLOCKS = {"llama": 128, "gemma3": 128, "qwen3-next": 384}
+BLOCKS = {"llama": 128, "gemma3": 128, "lfm2": 128, "qwen3-next": 384}
+# To vLLM itself a prefill is not the same when it is split elsewhere: in GDN's scan, and in its CPU kernel of rotary
+# embeddings, which is wrong for queries of three dimensions, as LFM2's are.
+SPLIT_DEPENDENT = {"lfm2", "qwen3-next"}
 
 
 @pytest.mark.parametrize("shape", list(BLOCKS))
@@ -42,7 +45,7 @@ def test_conversations_go_on_at_the_very_token(shape: str, checkpoint: Callable[
         assert (row["external"], row["local"]) == ((row["text"] - 1, 0) if begin else (0, 0)), row
     for row, expected in zip(told["restores"], control["others"], strict=True):
         assert row["external"] == row["at"], row
-        if shape != "qwen3-next":  # whose numbers depend on where a prefill is split
+        if shape not in SPLIT_DEPENDENT:
             assert row["tokens"] == expected
     again = run("talks.after_a_restart", {**arguments, "answers": answers})
     for row, answer in zip(again["rows"], answers, strict=True):
