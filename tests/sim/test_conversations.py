@@ -139,4 +139,6 @@ def test_conversations(life: tuple[str, int, str, bool, str], hybrid: Path, plai
     talks.live(COUNT)
     assert talks.finished == COUNT
     assert talks.counts["adopted_tokens"] > 0
-    assert talks.counts["frontier_appends"] > 0 and talks.counts["turn_restores"] > 0 and talks.counts["detaches"] > 0
+    assert talks.counts["turn_restores"] > 0 and talks.counts["detaches"] > 0
+    # What has left its lane has no frontier where that is dropped: then it takes luck to find one.
+    assert talks.counts["frontier_appends"] > 0 or life[-1] == "drop-current"
