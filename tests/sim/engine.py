@@ -121,6 +121,12 @@ class Rank:
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def blocks_of_one(groups: Sequence[Group], tokens: int) -> int:
+    """How many blocks an engine needs to run one request of so many tokens, and hardly a second: it preempts."""
+    few = {"window": 5, "chunk": 5, "state": 4}  # what a request holds at once of groups that let go of blocks
+    return sum(few.get(group.kind, -(-tokens // group.block_tokens)) for group in groups) + 2
+
+
 class SimEngine:
     """Guaranteed by the caller: `close` at the end. Promised: a wrong byte raises WrongBytesError in `step`."""
 
@@ -185,6 +191,7 @@ class SimEngine:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.counts: dict[str, int] = {}
+        self.preemptions = 0
         self._aggregator = None
         if ranks > 1:
             from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -397,6 +404,7 @@ class SimEngine:
     def step(self) -> None:
         """Schedule, compute, report: one engine step."""
         output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
         tables = {
             request_id: self.scheduler.kv_cache_manager.get_block_ids(request_id)
             for request_id in output.num_scheduled_tokens

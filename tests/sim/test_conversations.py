@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.engine import VOCAB, SimEngine
+from tests.sim.engine import VOCAB, SimEngine, blocks_of_one
 from tests.sim.test_resume import MIXES, assert_at_rest
 
 COUNT = int(os.environ.get("UCMCACHE_CONVERSATIONS", "30"))  # of each life; 200 make it a thousand
@@ -23,6 +23,7 @@ LIVES = [
     ("three states", 2, "v1", True, "drop-current"),
     ("full", 1, "v2", True, "keep-current"),
 ]
+LONGEST_PROMPT, LONGEST_ANSWER = 160, 40
 
 
 @dataclass
@@ -62,9 +63,9 @@ class Talks:
                 "sessions": {"entries": self.random.choice([2, 6, 20]), "mode": mode},
             },
             # Little room: requests are preempted, and what they left is not in the engine any more.
-            num_blocks=self.random.choice([50, 90]),
+            num_blocks=blocks_of_one(MIXES[mix], LONGEST_PROMPT + LONGEST_ANSWER) + self.random.choice([0, 8]),
             max_step_tokens=self.random.choice([16, 64]),
-            max_seqs=3,
+            max_seqs=4,
             ranks=ranks,
             order=order,
             asynchronous=asynchronous,
@@ -77,7 +78,7 @@ class Talks:
     def begin(self, engine: SimEngine, one: Conversation) -> None:
         one.turn += 1
         one.request = f"{one.name}.{one.turn}"
-        one.answer = self.random.randrange(1, 12)
+        one.answer = self.random.randrange(1, LONGEST_ANSWER)
         engine.add(one.request, one.text, one.answer, cache_salt=one.salt)
         self.at_work.append(one)
 
@@ -90,7 +91,7 @@ class Talks:
             said = answer if self.random.random() < 0.7 else self.tokens(6)
             one.text = [*one.text, *said, *self.tokens(10)]
             one.turns_left -= 1
-        if one.turns_left > 0 and len(one.text) < 160:
+        if one.turns_left > 0 and len(one.text) < LONGEST_PROMPT:
             self.waiting.insert(self.random.randrange(6), one)  # somebody answers soon, most of the time
         else:
             self.finished += 1
@@ -127,7 +128,7 @@ class Talks:
 
     def close(self, engine: SimEngine) -> None:
         assert_at_rest(engine)
-        self.counts.update(engine.counts)
+        self.counts.update(engine.counts, preemptions=engine.preemptions)
         engine.close()
 
 
@@ -138,7 +139,7 @@ def test_conversations(life: tuple[str, int, str, bool, str], hybrid: Path, plai
     talks = Talks(model, tmp_path, life, random.Random(COUNT))
     talks.live(COUNT)
     assert talks.finished == COUNT
-    assert talks.counts["adopted_tokens"] > 0
+    assert talks.counts["adopted_tokens"] > 0 and talks.counts["preemptions"] > 0
     assert talks.counts["turn_restores"] > 0 and talks.counts["detaches"] > 0
     # What has left its lane has no frontier where that is dropped: then it takes luck to find one.
     assert talks.counts["frontier_appends"] > 0 or life[-1] == "drop-current"

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.sim.engine import VOCAB, Group, SimEngine
+from tests.sim.engine import VOCAB, Group, SimEngine, blocks_of_one
 from tests.sim.test_resume import MIXES, assert_at_rest
 from ucmcache.connector.transfer import HostTransfer
 from ucmcache.errors import BackendError
 from ucmcache.store.testing import FlakyBackend
 
-EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "700"))  # of each life; 10,000 take the better part of an hour
+EVENTS = int(os.environ.get("UCMCACHE_SIM_EVENTS", "600"))  # of each life; 10,000 take the better part of an hour
 SEEDS = range(7)
+LONGEST = 220  # tokens of a text, of what is put behind it, and of the answer
 
 
 class Life:
@@ -32,7 +33,7 @@ class Life:
         self.texts: list[list[int]] = [self._tokens(self.random.randrange(1, 90)) for _ in range(4)]
         self.asynchronous = seed % 3 == 2
         self.faults = False
-        self.added = self.finished = self.adopted = self.restarts = 0
+        self.added = self.finished = self.adopted = self.preempted = self.restarts = 0
         self.engine = self._start()
 
     def _tokens(self, count: int) -> list[int]:
@@ -57,9 +58,9 @@ class Life:
             self.groups,
             self.model,
             extra,
-            num_blocks=self.random.choice([60, 200]),
+            num_blocks=blocks_of_one(self.groups, LONGEST) + 120 * (self.restarts % 2),
             max_step_tokens=self.random.choice([16, 48, 128]),
-            max_seqs=4,
+            max_seqs=8,
             ranks=self.ranks,
             order=self.random.choice(["v1", "v2"]),
             policy="recompute",
@@ -90,10 +91,18 @@ class Life:
         prompt = [*base[: self.random.randrange(1, len(base) + 1)], *self._tokens(self.random.randrange(0, 30))]
         if self.random.random() < 0.3:
             prompt = list(base)
-        name, count = f"r{self.added}", self.random.randrange(1, 20)
+        self.add(prompt, self.random.randrange(1, 40))
+
+    def add(self, prompt: list[int], count: int) -> None:
+        name = f"r{self.added}"
         self.added += 1
         self.prompts[name] = (prompt, count)
         self.engine.add(name, prompt, count)
+
+    def crowd(self) -> None:
+        """More requests at once than there is room for, when all of them grow."""
+        for _ in range(8):
+            self.add(self._tokens(40), 40)
 
     def step(self) -> None:
         if not self.engine.scheduler.has_requests():
@@ -143,13 +152,14 @@ class Life:
     def restart(self) -> None:
         self.engine.run()
         self.adopted += self.engine.counts.get("adopted_tokens", 0)
+        self.preempted += self.engine.preemptions
         for name in list(self.prompts):
             assert name in self.engine.reasons
         self.prompts.clear()
         assert_at_rest(self.engine)
         self.engine.close()
-        self.engine = self._start()
         self.restarts += 1
+        self.engine = self._start()
 
     def live(self, events: int) -> None:
         weights = {
@@ -161,6 +171,7 @@ class Life:
             self.damage: 2,
             self.restart: 0.7,
         }
+        self.crowd()
         for _ in range(events):
             self.faults = self.random.random() < 0.2
             self.random.choices(list(weights), list(weights.values()))[0]()
@@ -179,6 +190,7 @@ def test_ten_lives(seed: int, ranks: int, hybrid: Path, plain: Path, tmp_path: P
     assert life.finished > 20
     assert life.adopted > 0
     assert life.restarts > 0
+    assert life.preempted > 0
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -228,6 +228,7 @@ def test_preemption_under_a_small_kv_space(start: Start) -> None:
     engine.run()
     for i, prompt in enumerate(prompts):
         assert engine.outputs[f"r{i}"] == SimEngine.expected(prompt, 24)
+    assert engine.preemptions > 0
     assert_at_rest(engine)
 
 
