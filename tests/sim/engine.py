@@ -41,6 +41,10 @@ class Group:
     shards: int = 0
     layers: int = 2
 
+    @property
+    def sees_a_window(self) -> bool:
+        return self.kind in ("window", "chunk")
+
 
 @dataclass
 class WrongBytesError(Exception):
@@ -121,10 +125,14 @@ class Rank:
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def blocks_of_one(groups: Sequence[Group], tokens: int) -> int:
-    """How many blocks an engine needs to run one request of so many tokens, and hardly a second: it preempts."""
-    few = {"window": 5, "chunk": 5, "state": 4}  # what a request holds at once of groups that let go of blocks
-    return sum(few.get(group.kind, -(-tokens // group.block_tokens)) for group in groups) + 2
+def blocks_of_one(groups: Sequence[Group], tokens: int, in_flight_tokens: int) -> int:
+    """How many blocks vLLM wants for one request of so many tokens, which is hardly enough for two: it preempts."""
+    blocks = 1
+    for group in groups:
+        # Of a window, it holds what the first token in flight looks back at, and all in flight.
+        most = min(tokens, group.window + in_flight_tokens) if group.sees_a_window else tokens
+        blocks += 4 if group.kind == "state" else -(-most // group.block_tokens) + 1
+    return blocks
 
 
 class SimEngine:
@@ -373,7 +381,16 @@ class SimEngine:
         jobs = [f"{number}: {job.waiting} for {job.request_id!r}" for number, job in side._jobs._jobs.items()]
         workers = [worker.connector._worker for worker in self.ranks]
         held = [(one._pipeline.pending, len(one._running), len(one._results)) for one in workers]
-        return f"requests {waiting}, jobs {jobs}, I/O, copies and results of the ranks {held}"
+        pool = self.scheduler.kv_cache_manager.block_pool
+        room = f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks}"
+        queues = [
+            [request.request_id for request in queue]
+            for queue in (self.scheduler.running, self.scheduler.kv_holding_waiting, self.scheduler.waiting)
+        ]
+        return (
+            f"requests {waiting}, jobs {jobs}, I/O, copies and results of the ranks {held}, free blocks {room}, "
+            f"running, waiting with blocks, waiting {queues}"
+        )
 
     def read_index(self) -> None:
         """Take in all that a listing of the backend finds."""

@@ -54,6 +54,7 @@ class Talks:
 
     def start(self) -> SimEngine:
         mix, ranks, order, asynchronous, mode = self.life
+        step_tokens = self.random.choice([16, 64])
         return SimEngine(
             MIXES[mix],
             self.model,
@@ -63,8 +64,8 @@ class Talks:
                 "sessions": {"entries": self.random.choice([2, 6, 20]), "mode": mode},
             },
             # Little room: requests are preempted, and what they left is not in the engine any more.
-            num_blocks=blocks_of_one(MIXES[mix], LONGEST_PROMPT + LONGEST_ANSWER) + self.random.choice([0, 8]),
-            max_step_tokens=self.random.choice([16, 64]),
+            num_blocks=blocks_of_one(MIXES[mix], LONGEST_PROMPT + LONGEST_ANSWER, step_tokens * (1 + asynchronous)),
+            max_step_tokens=step_tokens,
             max_seqs=4,
             ranks=ranks,
             order=order,
