@@ -116,6 +116,10 @@ class Life:
         if not self.engine.scheduler.has_requests():
             return
         self.engine.step()
+        self.hear()
+
+    def hear(self) -> None:
+        """Check the answers that are complete."""
         for name in [name for name in self.prompts if name in self.engine.reasons]:
             prompt, count = self.prompts.pop(name)
             expected = SimEngine.expected(prompt, count)
@@ -159,11 +163,10 @@ class Life:
 
     def restart(self) -> None:
         self.engine.run()
+        self.hear()
+        assert not self.prompts
         self.adopted += self.engine.counts.get("adopted_tokens", 0)
         self.preempted += self.engine.preemptions
-        for name in list(self.prompts):
-            assert name in self.engine.reasons
-        self.prompts.clear()
         assert_at_rest(self.engine)
         self.engine.close()
         self.restarts += 1
